@@ -1,0 +1,1486 @@
+"""nanoflash: DeepSeek-V4.1-Flash, the published checkpoint, in two files that read in an evening.
+
+    python nanoflash.py --prompt "In the beginning"          # docs/golden, on any CPU
+    python nanoflash.py --model DIR --prompt TEXT --chat     # a downloaded checkpoint, unchanged
+    python nanoflash.py --model DIR --plan                   # what it needs, without opening weights
+
+What is unusual about this model, and the section that shows it:
+    Config       layers that see a window only, encoder (1 latent per 2 tokens), decoder (1 per 1)
+    Checkpoint   FP8 and FP4 weights with power-of-two scales; 189 GiB of Engram tables stay on disk
+    Prompt       chat marks are ids between pieces of text, so no text can forge one
+    Cache        890 bytes of packed FP4 a token for all layers, FP8 window rows in pages
+    Model        mHC (4 residual streams), CSA2 (a few layers make keys and selections for all),
+                 CED (the decoder's one KV is projected once, at its first layer), Engram, MoE
+    Engine       requests join and leave between steps; one forward for prefill and decode
+    Main         the command line
+
+Four ideas keep it small and right. One forward: a batch is ragged (ids, pos, slot [T]), whatever
+mix of prompts and decode rows it holds. State is addressed by position; lengths decide what is
+visible. Every operation stands in kernels.py, once. A row's result depends on that row alone, which
+`deterministic` makes true to the last bit.
+
+Dimension letters: T tokens (rows of a batch), D hidden, H heads, d head dim, r rotated channels,
+S streams, W window, K selected groups, E experts, k experts a token, N n-gram length, V vocabulary.
+A *group* is the `ratio` tokens that share a latent; a *slot* is a sequence's row in the page tables.
+"""
+from __future__ import annotations
+
+import argparse
+import codecs
+import itertools
+import json
+import math
+import mmap
+import operator
+import os
+import sys
+import time
+import warnings
+from collections import deque
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, normalizers
+
+import kernels as K
+
+DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "golden"
+
+
+# ================================================================================================
+# Config: config.json, checked, and one LayerPlan per layer
+# ================================================================================================
+# Keys that change the arithmetic, and the one value of each that this engine computes.
+REQUIRED = {
+    "hidden_act": "silu", "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "attention_bias": False, "n_shared_experts": 1,
+    "num_key_value_heads": 1, "tie_word_embeddings": False, "expert_dtype": "fp4",
+    "quantization_config.quant_method": "fp8", "quantization_config.fmt": "e4m3",
+    "quantization_config.weight_block_size": [32, 32], "quantization_config.scale_fmt": "ue8m0",
+    "quantization_config.activation_scheme": "dynamic", "rope_scaling.rope_type": "yarn",
+}
+# Keys that say nothing about the arithmetic of text.
+INERT = {
+    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache",
+    "initializer_range", "attention_dropout", "pad_token_id", "auto_map",
+}
+RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engram_pad_token_id"}
+
+
+def need(condition, message):
+    """Raise ValueError(message) unless the condition holds: the one way bad input is refused."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer does with the compressed KV (CSA2), from the schedule in config.json."""
+    index: int
+    ratio: int                        # 0 window only, 2 encoder, 1 decoder
+    mode: str                         # "window", "full", "reindex" or "reuse"
+    kv_source: int | None             # the layer whose latents and index keys this one reads
+    index_source: int | None          # the layer whose selection this one attends to
+    candidates: str | None            # "source" publishes blocks, "reader" scores inside them only
+    engram: int | None                # number of its Engram table
+
+
+@dataclass(frozen=True)
+class Config:
+    """config.json under its own names; nested keys joined by '_'. `layers` is derived."""
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    rope_theta: float
+    compress_rope_theta: float
+    rope_scaling_factor: float
+    rope_scaling_beta_fast: float
+    rope_scaling_beta_slow: float
+    rope_scaling_original_max_position_embeddings: int
+    max_position_embeddings: int
+    sliding_window: int
+    compress_ratios: tuple
+    kv_source_layer_ids: tuple
+    index_source_layer_ids: tuple
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    bos_token_id: int
+    eos_token_id: int
+    image_token_id: int | None = None
+    candidate_source_layer_id: int | None = None
+    candidate_topk_blocks: int = 0
+    candidate_block_size: int = 1
+    engram_layer_ids: tuple = ()
+    engram_vocab_size: int = 0
+    engram_num_embeddings: tuple = ()
+    engram_max_ngram_size: int = 0
+    engram_n_heads: int = 0
+    engram_head_dim: int = 0
+    engram_pad_token_id: int = 0
+    engram_compressed_vocab_size: int = 0
+    num_nextn_predict_layers: int = 0
+    dspark_block_size: int = 0
+    dspark_noise_token_id: int = 0
+    dspark_target_layer_ids: tuple = ()
+    dspark_markov_rank: int = 0
+    dspark_n_routed_experts: int = 0
+    dspark_num_experts_per_tok: int = 0
+    vision_num_hidden_layers: int = 0
+    vision_hidden_size: int = 0
+    vision_intermediate_size: int = 0
+    vision_patch_size: int = 0
+    vision_downsample_ratio: int = 0
+    layers: tuple = field(init=False, default=())
+
+    @classmethod
+    def load(cls, path):
+        """Read config.json (composite with `text_config`, or flat); path: the file or its folder."""
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"no config.json at {path}: --model wants a local folder")
+        return cls.read(_json(path))
+
+    @classmethod
+    def read(cls, raw):
+        """Config from a config.json's dict; unknown keys and values it cannot honour are refused."""
+        known, values = {f.name: f for f in fields(cls) if f.init}, {}
+        for key, value in _flatten(raw):
+            key = RENAMED.get(key, key)
+            name = key.replace(".", "_").replace("vision_config", "vision")
+            if key in REQUIRED:
+                need(value == REQUIRED[key], f"config.json: {key} is {value!r}; this engine "
+                     f"computes {REQUIRED[key]!r} only")
+            elif name in known:
+                value = tuple(value) if isinstance(value, list) else value
+                need(values.setdefault(name, value) == value, f"config.json: {key} is both "
+                     f"{values[name]!r} and {value!r}")
+            else:
+                need(key.split(".")[-1] in INERT or key.startswith("vision_config."),
+                     f"config.json: unknown key {key!r}")
+        lost = [n for n, f in known.items() if f.default is MISSING and n not in values]
+        need(not lost, f"config.json lacks {', '.join(lost)}")
+        return cls(**values)
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, kind = getattr(self, f.name), f.type.split()[0]
+            types = {"int": (int,), "float": (int, float), "tuple": (tuple,)}[kind]
+            need(type(value) in types or value is None and "None" in f.type,
+                 f"config.json: {f.name} is {value!r}, not of type {kind}")
+            may_be_zero = f.default == 0 or f.name.endswith(("_id", "_ids"))
+            need(kind == "tuple" or value is None or value > 0 or value == 0 and may_be_zero,
+                 f"config.json: {f.name} is {value!r}, which must be positive")
+        self._check_sizes()
+        object.__setattr__(self, "layers", _schedule(self))
+
+    def _check_sizes(self):
+        for name, unit in (("head_dim", 32), ("index_head_dim", 32), ("hidden_size", 32),
+                           ("moe_intermediate_size", 32), ("engram_head_dim", 32),
+                           ("qk_rope_head_dim", 2), ("num_attention_heads", self.o_groups)):
+            need(getattr(self, name) % unit == 0, f"config.json: {name} {getattr(self, name)} is "
+                 f"not a multiple of {unit} (its quantizer's block, its pairs or its groups)")
+        for small, large in (("qk_rope_head_dim", "head_dim"), ("bos_token_id", "vocab_size"),
+                             ("qk_rope_head_dim", "index_head_dim"), ("eos_token_id", "vocab_size"),
+                             ("num_experts_per_tok", "n_routed_experts"),
+                             ("dspark_num_experts_per_tok", "dspark_n_routed_experts"),
+                             ("engram_compressed_vocab_size", "vocab_size"),
+                             ("engram_pad_token_id", "vocab_size"),
+                             ("dspark_noise_token_id", "vocab_size")):
+            a, b = getattr(self, small), getattr(self, large)
+            need(a < b or a == b and not small.endswith("_id"), f"config.json: {small} {a} is "
+                 f"outside its limit, {large} {b}")
+        n = len(self.engram_layer_ids)
+        need(len(self.engram_num_embeddings) == n, f"config.json: {n} engram layers but "
+             f"{len(self.engram_num_embeddings)} engram_num_embeddings")
+        need(not n or self.engram_max_ngram_size >= 2, "config.json: engram_max_ngram_size below 2")
+
+
+def _json(path):
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is not JSON: {e}") from None
+
+
+def _flatten(raw):
+    """(key, value) pairs: text_config's beside the top level's, other nested ones as outer.inner."""
+    need(isinstance(raw, dict), "config.json does not hold an object")
+    for key, value in raw.items():
+        if key == "text_config":
+            yield from _flatten(value)
+        elif isinstance(value, dict):
+            yield from ((f"{key}.{inner}", v) for inner, v in value.items())
+        elif value is not None:
+            yield key, value
+
+
+def _schedule(c):
+    """compress_ratios and the source lists -> one LayerPlan per backbone layer, checked."""
+    L, ratios, cand = c.num_hidden_layers, c.compress_ratios, c.candidate_source_layer_id
+    need(len(ratios) == L + c.num_nextn_predict_layers, f"config.json: compress_ratios has "
+         f"{len(ratios)} entries for {L} layers and {c.num_nextn_predict_layers} draft stages")
+    need(not any(ratios[L:]), "config.json: a draft stage must have compress ratio 0")
+    for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
+                 "dspark_target_layer_ids"):
+        ids = getattr(c, name)
+        need(all(type(i) is int and 0 <= i < L for i in ids) and list(ids) == sorted(set(ids)),
+             f"config.json: {name} {list(ids)} must ascend within 0..{L - 1}")
+    need(cand is None or cand in c.index_source_layer_ids and c.candidate_topk_blocks,
+         f"config.json: candidate source {cand} is no index source, or candidate_topk_blocks is 0")
+    kv, index, plans = None, None, []
+    for i, ratio in enumerate(ratios[:L]):
+        is_kv, is_index = i in c.kv_source_layer_ids, i in c.index_source_layer_ids
+        kv, index = (i if is_kv else kv), (i if is_index else index)
+        reader = is_index and cand is not None and i > cand
+        for good, why in (
+                (ratio in (0, 1, 2), f"has compress ratio {ratio}, not 0, 1 or 2"),
+                (ratio or not (is_kv or is_index), "is listed as a source but has ratio 0"),
+                (not ratio or kv is not None, "is an index source without keys: no KV source stands "
+                 "at or before it" if is_index else "reads compressed KV before any KV source"),
+                (is_index or not is_kv, "is a KV source but no index source"),
+                (not ratio or ratio == ratios[kv or 0], f"has ratio {ratio}, unlike KV source {kv}"),
+                (not reader or plans[cand].kv_source == kv, f"scores the keys of layer {kv}, the "
+                 f"candidate source {cand} others")):
+            need(good, f"config.json: layer {i} {why}")
+        mode = ("full" if is_kv else "reindex" if is_index else "reuse") if ratio else "window"
+        plans.append(LayerPlan(i, ratio, mode, kv if ratio else None, index if ratio else None,
+                               "source" if i == cand else "reader" if reader else None,
+                               c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None))
+    return tuple(plans)
+
+
+# ================================================================================================
+# Checkpoint: the expected inventory, the mapped files, the memory plan
+# ================================================================================================
+# Every tensor of the published layout (architecture section 7). A line: family, format, then
+# `name shape` items; fp8 and fp4 stand for a .weight and a .scale. Letters: see `inventory`.
+TOP = """
+embedding,head  bf16  embed.weight V D; head.weight V D; norm.weight D"""
+BLOCK = """
+norms           bf16  attn_norm.weight D; ffn_norm.weight D; attn.q_norm.weight Q
+norms           bf16  attn.kv_norm.weight d
+mHC             f32   hc_attn_fn M SD; hc_attn_base M; hc_attn_scale 3
+mHC             f32   hc_ffn_fn M SD; hc_ffn_base M; hc_ffn_scale 3
+attention       fp8   attn.wq_a Q D; attn.wq_b Hd Q; attn.wkv d D; attn.wo_a GO Hd/G; attn.wo_b D GO
+attention       f32   attn.attn_sink H
+router          bf16  ffn.gate.weight E D
+router          f32   ffn.gate.bias E; ffn.gate.bias_vl E
+shared_expert   fp8   ffn.shared_experts.w1 F D; ffn.shared_experts.w2 D F
+shared_expert   fp8   ffn.shared_experts.w3 F D"""
+EXPERT = """
+experts         fp4   w1 F D; w2 D F; w3 F D"""
+INDEXER = """
+indexer         fp8   attn.indexer.wq_b HI Q
+indexer         bf16  attn.indexer.weights_proj.weight Hi D"""
+FULL = """
+indexer         bf16  attn.indexer.wk.weight di d; attn.indexer.k_norm.weight di
+compressor      bf16  attn.compressor.wkv.weight d D; attn.compressor.norm.weight d"""
+GATE = """
+compressor      bf16  attn.compressor.wgate.weight d D"""
+ENGRAM = """
+engram_tables   rows  engram.embed R w
+engram          fp8   engram.wkv S1D Cw
+engram          bf16  engram.q_weight S D; engram.k_weight S D"""
+DRAFT_FIRST = """
+draft_heads     fp8   main_proj D nD
+draft_heads     bf16  main_norm.weight D"""
+DRAFT_LAST = """
+draft_heads     bf16  norm.weight D; markov_head.embed.weight V m; markov_head.head.weight V m
+draft_heads     any   confidence_head.proj.weight 1 D+m"""
+VISION = """
+vision          bf16  vision.patch_embed.proj.weight v 3pp; vision.patch_embed.proj.bias v
+vision          bf16  vision.norm.weight v; aligner.w1.weight D av; aligner.w1.bias D
+vision          bf16  aligner.w2.weight D D; aligner.w2.bias D
+vision          bf16  image_start D; image_end D; image_newline D"""
+VISION_BLOCK = """
+vision          bf16  norm1.weight v; norm2.weight v; attn.wqkv.weight 3v v; attn.wqkv.bias 3v
+vision          bf16  attn.wo.weight v v; attn.wo.bias v; mlp.w1.weight 2i v; mlp.w2.weight v i"""
+FORMATS = {                                 # format -> [(suffix, accepted dtypes, shape of shape)]
+    "bf16": [("", ("BF16",), lambda *s: s)],
+    "f32": [("", ("F32",), lambda *s: s)],
+    "any": [("", ("F32", "BF16"), lambda *s: s)],
+    "fp8": [(".weight", ("F8_E4M3",), lambda *s: s),
+            (".scale", ("F8_E8M0",), lambda o, i: (-(-o // 32), -(-i // 32)))],
+    "fp4": [(".weight", ("I8",), lambda o, i: (o, i // 2)),
+            (".scale", ("F8_E8M0",), lambda o, i: (o, i // 32))],
+    "rows": [(".weight", ("F8_E4M3",), lambda *s: s),
+             (".scale", ("F8_E8M0",), lambda o, i: (o, i // 32))],
+}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8,
+          "F8_E4M3": K.E4M3, "F8_E8M0": K.E8M0}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor as it must stand in the file; `dtypes` are the accepted ones, the usual first."""
+    dtypes: tuple
+    shape: tuple
+    family: str
+
+    @property
+    def nbytes(self):
+        """Bytes on disk."""
+        return math.prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
+
+
+def inventory(c):
+    """Config -> {name: Spec} of every tensor, text, draft and image: what a checkpoint must hold."""
+    D, S, H, d, G, m = (c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim, c.o_groups,
+                        c.dspark_markov_rank)
+    v, w, columns = (c.vision_hidden_size, c.engram_head_dim,
+                     (c.engram_max_ngram_size - 1) * c.engram_n_heads)
+    sizes = {
+        "V": c.vocab_size, "D": D, "S": S, "H": H, "d": d, "Q": c.q_lora_rank, "M": (2 + S) * S,
+        "SD": S * D, "S1D": (S + 1) * D, "Hd": H * d, "Hd/G": H * d // G, "GO": G * c.o_lora_rank,
+        "F": c.moe_intermediate_size, "Hi": c.index_n_heads, "di": c.index_head_dim, "m": m,
+        "HI": c.index_n_heads * c.index_head_dim, "w": w, "Cw": columns * w, "D+m": D + m,
+        "nD": len(c.dspark_target_layer_ids) * D, "v": v, "3v": 3 * v, "1": 1, "3": 3,
+        "av": c.vision_downsample_ratio**2 * v, "3pp": 3 * c.vision_patch_size**2,
+        "i": c.vision_intermediate_size, "2i": 2 * c.vision_intermediate_size}
+    specs = {}
+
+    def add(table, prefix, draft="", **more):
+        for line in table.split("\n")[1:]:
+            family, form, items = line.split(None, 2)
+            for name, *letters in map(str.split, items.split(";")):
+                shape = [more[x] if x in more else sizes[x] for x in letters]
+                for suffix, dtypes, of in FORMATS[form]:
+                    specs[prefix + name + suffix] = Spec(dtypes, of(*shape), draft + family)
+
+    def block(prefix, n_experts, draft=""):
+        add(BLOCK, prefix, draft, E=n_experts)
+        for e in range(n_experts):
+            add(EXPERT, f"{prefix}ffn.experts.{e}.", draft)
+    add(TOP, "")
+    for p in c.layers:
+        at = f"layers.{p.index}."
+        block(at, c.n_routed_experts)
+        for table, there in ((INDEXER, p.mode in ("full", "reindex")), (FULL, p.mode == "full"),
+                             (GATE, p.mode == "full" and p.ratio == 2)):
+            add(table if there else "", at)
+        if p.engram is not None:
+            add(ENGRAM, at, R=c.engram_num_embeddings[p.engram])
+    for s in range(stages := c.num_nextn_predict_layers):
+        block(f"mtp.{s}.", c.dspark_n_routed_experts, "draft_")
+        add(DRAFT_FIRST if s == 0 else "", f"mtp.{s}.")
+        add(DRAFT_LAST if s == stages - 1 else "", f"mtp.{s}.")
+    add(VISION if c.vision_num_hidden_layers else "", "")
+    for n in range(c.vision_num_hidden_layers):
+        add(VISION_BLOCK, f"vision.blocks.{n}.")
+    return specs
+
+
+class Checkpoint:
+    """The safetensors files of a folder, mapped read-only and held to the inventory.
+
+    Mapped by ourselves, since the safetensors package maps a file writable. Linux refuses that for
+    a file larger than memory, and one Engram table is a single 94 GiB tensor.
+    """
+
+    def __init__(self, folder, cfg):
+        self.folder, self.specs, self.at = Path(folder), inventory(cfg), {}
+        for shard, names in self._shards().items():
+            here = self._open(self.folder / shard)
+            wrong = (here.keys() ^ names) if names is not None else ()
+            need(not wrong, f"{shard} and model.safetensors.index.json disagree on {_some(wrong)}")
+            self.at.update(here)
+        missing, extra = self.specs.keys() - self.at.keys(), self.at.keys() - self.specs.keys()
+        need(not missing, f"{folder}: missing {_some(missing)}")
+        need(not extra, f"{folder}: unexpected {_some(extra)}")
+        for name, spec in self.specs.items():
+            _, dtype, shape, _ = self.at[name]
+            need(dtype in spec.dtypes and shape == spec.shape, f"{name}: {dtype} {list(shape)} in "
+                 f"the file, expected {' or '.join(spec.dtypes)} {list(spec.shape)}")
+
+    def _shards(self):
+        """{file name: the names that the index puts there, or None for one file without index}."""
+        index, shards = self.folder / "model.safetensors.index.json", {}
+        if not index.is_file():
+            return {"model.safetensors": None}
+        for name, shard in _json(index)["weight_map"].items():
+            need(Path(shard).name == shard != "..", f"{index.name}: {name} lies in {shard!r}, which "
+                 "is not a file of this folder")
+            shards.setdefault(shard, set()).add(name)
+        return shards
+
+    def _open(self, path):
+        """Map one file; -> {name: (map, dtype, shape, first byte)}."""
+        if not path.is_file():
+            raise FileNotFoundError(f"no {path.name} in {path.parent}")
+        size, out = path.stat().st_size, {}
+        with open(path, "rb") as f:
+            n = int.from_bytes(f.read(8), "little")
+            need(8 <= size >= 8 + n, f"{path} is cut short or not a safetensors file")
+            try:
+                header = json.loads(f.read(n))
+            except ValueError:
+                raise ValueError(f"{path} has no safetensors header") from None
+            mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        for name in header.keys() - {"__metadata__"}:
+            t = header[name]
+            begin, end = t["data_offsets"]
+            dtype, shape = t["dtype"], tuple(t["shape"])
+            need(0 <= begin <= end <= size - 8 - n and (dtype not in DTYPES or end - begin
+                 == math.prod(shape) * DTYPES[dtype].itemsize), f"{path}: {name} lies at bytes "
+                 f"{begin}..{end} of {size - 8 - n}, which does not fit {dtype} {list(shape)}")
+            out[name] = mapped, dtype, shape, 8 + n + begin
+        return out
+
+    def packed(self, name):
+        """The tensor as it lies in the file: a read-only view of the mapping, nothing is copied."""
+        mapped, dtype, shape, begin = self.at[name]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(mapped, dtype=DTYPES[dtype], count=math.prod(shape),
+                                    offset=begin).view(shape)
+
+    def dequantized(self, name, dtype, device="cpu"):
+        """`name` or `name`.weight -> its values in dtype, exact; its mapped pages are let go."""
+        names = [n for n in (name, name + ".weight", name + ".scale") if n in self.at]
+        weight, scale = (*(self.packed(n) for n in names), None)[:2]
+        check_scale(name, scale)
+        out = K.dequantize_weight(*(t if t is None else t.to(device) for t in (weight, scale)), dtype)
+        out = out.clone() if out.data_ptr() == weight.data_ptr() else out
+        for n in names:
+            self.advise(n, mmap.MADV_DONTNEED)
+        return out
+
+    def advise(self, name, advice):
+        """madvise over the pages of a tensor."""
+        mapped, _, _, begin = self.at[name]
+        start = begin - begin % mmap.PAGESIZE
+        mapped.madvise(advice, start, begin + self.specs[name].nbytes - start)
+
+
+def check_scale(name, scale):
+    """Refuse e8m0 byte 0xFF, which is NaN: a damaged file would otherwise spread silently."""
+    bad = scale is not None and (scale.view(torch.uint8) == 255).any()
+    need(not bad, f"{name}: its scale holds byte 0xFF, which is NaN in e8m0")
+
+
+def _some(names):
+    return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
+
+
+def _loaded(name):
+    """Does the model hold this tensor? Not images and drafts, nor what stays mapped."""
+    return not (name.startswith(("vision.", "aligner.", "image_", "mtp.", "embed."))
+                or ".engram.embed." in name or name.endswith((".scale", "bias_vl")))
+
+
+def memory(c, dtype=torch.float32):
+    """Config -> bytes by use, for activations (and dequantized weights) of dtype.
+
+    held: vectors and mHC matrices in fp32. weights: all matrices, dequantized. largest: the largest
+    one while --lazy uses it. token, page: global cache. sequence: window pages and open pairs.
+    """
+    out = dict.fromkeys(("held", "weights", "largest"), 0)
+    for name, spec in inventory(c).items():
+        n = math.prod(spec.shape) * (2 if spec.dtypes == ("I8",) else 1)
+        matrix = len(spec.shape) == 2 and spec.dtypes != ("F32",) and "k_weight" not in name \
+            and "q_weight" not in name
+        if _loaded(name):
+            out["weights" if matrix else "held"] += n * (dtype.itemsize if matrix else 4)
+            use = spec.nbytes + n * dtype.itemsize + (4 * n if dtype.itemsize < 4 else 0)
+            out["largest"] = max(out["largest"], use * matrix)
+    d, di = c.head_dim, c.index_head_dim
+    ratios = [c.layers[i].ratio for i in c.kv_source_layer_ids]
+    out["page"] = sum((d // 2 + d // 16 + di // 2 + di // 32) * PAGE // r for r in ratios)
+    out["token"] = out["page"] / PAGE
+    out["sequence"] = ((-(-c.sliding_window // PAGE) + 1) * PAGE * len(c.layers) * (d + d // 32)
+                       + ratios.count(2) * RING * 2 * d * 4)
+    return out
+
+
+def plan(c, dtype=torch.float32, ranks=1):
+    """The text of --plan: inventory by family, cache, memory, bytes a rank. Opens no weights."""
+    for n in filter(None, (c.n_routed_experts, c.dspark_n_routed_experts)):
+        need(ranks >= 1 and n % ranks == 0, f"{n} experts cannot be divided over {ranks} ranks")
+    families, m, modes = {}, memory(c, dtype), [p.mode for p in c.layers]
+    for spec in (specs := inventory(c)).values():
+        count, total = families.get(spec.family, (0, 0))
+        families[spec.family] = count + 1, total + spec.nbytes
+    total = sum(b for _, b in families.values())
+    experts = sum(b for f, (_, b) in families.items() if f.endswith("experts"))
+    tables = families.get("engram_tables", (0, 0))[1]
+    kinds = ", ".join(f"{modes.count(x)} {x}" for x in dict.fromkeys(modes))
+    return "\n".join([
+        f"{len(modes)} layers ({kinds}) and {c.num_nextn_predict_layers} draft stages",
+        f"checkpoint: {len(specs):,} tensors, {_size(total)}",
+        *(f"  {f:20}{n:>8,} tensors {_size(b):>10}" for f, (n, b) in families.items()),
+        f"cache: {m['token']:g} bytes of global cache a token, {_size(m['page'])} a page of {PAGE}",
+        f"  {_size(m['sequence'])} more a sequence: the window pages of all layers, the open pairs",
+        f"  {_size(m['token'] * c.max_position_embeddings + m['sequence'])} for a full context of "
+        f"{c.max_position_embeddings:,} tokens",
+        f"memory in {str(dtype)[6:]}: {_size(m['held'] + m['weights'])} with all weights dequantized",
+        f"  {_size(m['held'] + m['largest'])} at most with --lazy, which dequantizes them as they run",
+        f"each of {ranks} rank{'s' * (ranks > 1)}: {_size(total - tables - experts * (ranks - 1) // ranks)}"
+        f" packed, {_size(experts // ranks)} of it experts; {_size(tables)} of Engram tables mapped",
+    ])
+
+
+def _size(n):
+    unit = max(i for i in range(5) if i == 0 or n >= 1024**i)
+    return f"{n:,.0f} B" if unit == 0 else f"{n / 1024**unit:.1f} {' KMGT'[unit]}iB"
+
+
+# ================================================================================================
+# Prompt: text to ids and back
+# ================================================================================================
+BOS, EOS, SYSTEM, USER, ASSISTANT, REMINDER, THINK, END_THINK = MARKS = (
+    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜System｜>", "<｜User｜>", "<｜Assistant｜>",
+    "<｜latest_reminder｜>", "<think>", "</think>")
+EFFORT = {"low": 50, "high": 75, "max": 100}
+EFFORT_TEXT = ("Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the "
+               "reasoning)\n\n")
+FORMAT_TEXT = ("\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to "
+               "reply:\n{}")
+
+
+class Mark(str):
+    """A template mark, told apart from text by its type: user text is never scanned for marks."""
+
+
+def chat_pieces(messages, thinking=True, effort="high", response_format=None):
+    """The V4.1 chat encoding (architecture section 12): messages -> list of Mark and text pieces.
+
+    messages: dicts of role ("system", "user", "assistant", "latest_reminder") and content; a last
+    assistant message with prefix=True is left open for the model to continue. effort: low, high, max
+    or 1..100. response_format: a schema as a JSON string, or "json_object". Past reasoning is dropped.
+    """
+    need(messages, "a chat needs at least one message")
+    effort = EFFORT.get(effort, effort)
+    need(type(effort) is int and 1 <= effort <= 100, f"effort is {effort!r}, not 1..100, low, high "
+         "or max")
+    first = messages[0]["role"] == "system"
+    head = EFFORT_TEXT.format(effort) * thinking + (messages[0]["content"] if first else "")
+    if response_format:
+        head += FORMAT_TEXT.format('{"type": "json_object"}' if response_format == "json_object"
+                                   else response_format)
+    pieces = [Mark(BOS)] + ([Mark(SYSTEM), head] if thinking or first or head else [])
+    role = None
+    for i, m in enumerate(messages[first:], first):
+        need(not m.get("tool_calls") and m["role"] in ("system", "user", "assistant",
+             "latest_reminder"), f"message {i}: role {m['role']!r} or tool calls are not supported")
+        before, role = role, m["role"]
+        if role == "assistant":
+            is_open = bool(m.get("prefix")) and i == len(messages) - 1
+            reasoning = [Mark(THINK), m.get("reasoning_content") or ""] * (is_open and thinking)
+            pieces += [Mark(ASSISTANT), *reasoning, Mark(END_THINK), m["content"]]
+            if is_open:
+                return pieces
+            pieces.append(Mark(EOS))
+        elif role == before == "user":
+            pieces[-1] += "\n\n" + m["content"]
+        else:
+            pieces += [Mark({"system": SYSTEM, "user": USER, "latest_reminder": REMINDER}[role]),
+                       m["content"]]
+    return pieces + [Mark(ASSISTANT), Mark(THINK if thinking else END_THINK)]
+
+
+class Prompt:
+    """The checkpoint's tokenizer.json, once whole (to decode) and once without its added tokens."""
+
+    def __init__(self, folder, bos):
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"no tokenizer.json in {folder}")
+        spec = json.loads(path.read_text("utf-8"))
+        self.bos, self.whole = bos, Tokenizer.from_str(json.dumps(spec))
+        self.added = {t["content"]: t["id"] for t in spec.get("added_tokens") or ()}
+        self.plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
+        self._added_bytes = {i: s.encode() for s, i in self.added.items()}
+
+    def encode(self, text):
+        """Text -> ids. Marks in it stay plain text."""
+        try:
+            return self.plain.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeError):
+            raise ValueError(f"the prompt {ascii(text[:40])} is not valid Unicode text") from None
+
+    def raw(self, text):
+        """bos + text -> ids."""
+        return [self.bos, *self.encode(text)]
+
+    def chat(self, messages, thinking=True, effort="high", response_format=None):
+        """`chat_pieces` -> ids. Refused, with their names, where the tokenizer lacks the marks."""
+        pieces = chat_pieces(messages, thinking, effort, response_format)
+        lost = sorted({p for p in pieces if isinstance(p, Mark)} - self.added.keys())
+        need(not lost, f"this checkpoint's tokenizer has no chat marks: {', '.join(lost)}")
+        return [i for p in pieces
+                for i in ([self.added[p]] if isinstance(p, Mark) else self.encode(p))]
+
+    @cached_property
+    def _byte(self):
+        """Byte-level BPE writes each byte as a printable character: {character: byte}."""
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [b for b in range(256) if b not in shown]
+        return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+    def bytes(self, token):
+        """The bytes of one id; b"" for an id that the tokenizer does not know."""
+        if token in self._added_bytes:
+            return self._added_bytes[token]
+        return bytes(self._byte[ch] for ch in self.whole.id_to_token(token) or "")
+
+    def decoder(self):
+        """A function ids -> text that holds back an unfinished character; the last call ends it."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda ids, last=False: utf8.decode(b"".join(map(self.bytes, ids)), last)
+
+
+# ================================================================================================
+# Cache: all that changes between tokens
+# ================================================================================================
+PAGE = 128          # tokens a page, of global cache and of window rows alike
+RING = 8            # positions of a sequence whose open pair is kept
+
+
+class Sequence:
+    """One request: what it asked for, its tokens, and the cache that it owns while it runs."""
+
+    def __init__(self, ids, params, limit, decoder=None):
+        self.ids = ids                   # [n] prompt, then generated tokens; written by Engine.step
+        self.n_prompt = len(ids)
+        self.n_cached = 0                # tokens that went through the model: what is visible
+        self.limit = limit               # most tokens it may ever hold, its last one included
+        self.params = params
+        self.slot = None                 # row of the page tables and rings while it runs
+        self.pages = []                  # global pages, in order of position; written by Cache
+        self.window = {}                 # position // PAGE -> window page; written by Cache
+        self.decoder = decoder
+        self.text = ""                   # what may be shown so far
+        self.finish_reason = None        # "stop", "length", "cancelled" or "error"
+        self.times = [time.perf_counter()]       # creation, then every token
+
+    @property
+    def new(self):
+        """Generated ids."""
+        return self.ids[self.n_prompt :]
+
+    def stats(self):
+        """Counts and speed of a finished request, for --stats."""
+        start, first, last = self.times[0], self.times[1], self.times[-1]
+        rate = (len(self.times) - 2) / max(last - first, 1e-9)
+        return {"prompt": self.n_prompt, "cached": 0, "new": len(self.new),
+                "first_token_s": round(first - start, 3), "tokens_per_s": round(rate, 1),
+                "pages": -(-self.n_cached // PAGE)}
+
+
+class Cache:
+    """Packed rows in pages. A write goes to the slot of a position; lengths decide what is read.
+
+    window   uint8 [layer, page, 128, d + d/32]             written by every attention layer
+    latents  {source: uint8 [page, 128/ratio, d/2 + d/16]}  written by a full layer's compressor
+    keys     {source: uint8 [page, 128/ratio, di/2 + di/32]}  likewise
+    ring     {source: fp32 [slot, 8, 2, d]}                 kv and gate of the last tokens, ratio 2
+    tables   int64 [slot, position // 128] -> page or -1; one for global pages, one for window pages
+    """
+
+    def __init__(self, c, max_batch, max_pages, chunk, device):
+        d, di, span = c.head_dim, c.index_head_dim, -(-c.max_position_embeddings // PAGE)
+        # every running sequence's window, and one step's rows, fit: window pages never run out
+        n_window = max_batch * (-(-c.sliding_window // PAGE) + 2) + -(-chunk // PAGE)
+
+        def rows(*shape):
+            return torch.empty(shape, dtype=torch.uint8, device=device)
+        self.W, self.ratio = c.sliding_window, {i: c.layers[i].ratio for i in c.kv_source_layer_ids}
+        self.window = rows(len(c.layers), n_window, PAGE, d + d // 32)
+        self.latents = {i: rows(max_pages, PAGE // n, d // 2 + d // 16)
+                        for i, n in self.ratio.items()}
+        self.keys = {i: rows(max_pages, PAGE // n, di // 2 + di // 32)
+                     for i, n in self.ratio.items()}
+        self.ring = {i: torch.empty(max_batch, RING, 2, d, device=device)
+                     for i, n in self.ratio.items() if n == 2}
+        self.global_table, self.window_table = torch.full(
+            (2, max_batch, min(max_pages, span)), -1, dtype=torch.int64, device=device)
+        self.n_pages, self.n_window = max_pages, n_window
+        self.free_slots = list(range(max_batch))[::-1]
+        self.free_pages = list(range(max_pages))[::-1]
+        self.free_window = list(range(n_window))[::-1]
+
+    def admit(self, seq):
+        """Take a slot and all global pages that seq can ever need; False if they are not free."""
+        n = -(-seq.limit // PAGE)
+        if not self.free_slots or n > len(self.free_pages):
+            return False
+        seq.slot = self.free_slots.pop()
+        seq.pages = [self.free_pages.pop() for _ in range(n)]
+        self.global_table[seq.slot, :n] = torch.tensor(seq.pages)
+        return True
+
+    def extend(self, seq, n):
+        """Give seq the window pages of its next n positions."""
+        for i in range(seq.n_cached // PAGE, (seq.n_cached + n - 1) // PAGE + 1):
+            if i not in seq.window:
+                seq.window[i] = self.window_table[seq.slot, i] = self.free_window.pop()
+
+    def trim(self, seq):
+        """Take back the window pages that no later query of seq can see."""
+        for i in [i for i in seq.window if (i + 1) * PAGE <= seq.n_cached + 1 - self.W]:
+            self.window_table[seq.slot, i] = -1
+            self.free_window.append(seq.window.pop(i))
+
+    def release(self, seq):
+        """Take back everything; harmless when seq holds nothing."""
+        if seq.slot is not None:
+            self.global_table[seq.slot] = self.window_table[seq.slot] = -1
+            self.free_slots.append(seq.slot)
+            self.free_pages += seq.pages
+            self.free_window += seq.window.values()
+            seq.slot, seq.pages, seq.window = None, [], {}
+
+    @staticmethod
+    def _flat(table, slot, i, per_page):
+        """Row i of a sequence (its group or position) -> row of the pool; slot and i broadcast."""
+        i = i.clamp(min=0)
+        return (table[slot, i // per_page] * per_page + i % per_page).clamp(min=0)
+
+    def write_window(self, layer, slot, pos, rows):
+        """rows uint8 [n, d + d/32] of positions pos [n]."""
+        at = self._flat(self.window_table, slot, pos, PAGE)
+        self.window[layer].flatten(0, 1)[at] = rows
+
+    def read_window(self, layer, slot, pos):
+        """slot [T], pos [T, W] -> fp32 [T, W, d]; anything where pos is negative."""
+        at = self._flat(self.window_table, slot[:, None], pos, PAGE)
+        return K.dequantize_fp8(self.window[layer].flatten(0, 1)[at])
+
+    def _groups(self, pool, source, slot, group):
+        at = self._flat(self.global_table, slot, group, PAGE // self.ratio[source])
+        return pool[source].flatten(0, 1), at
+
+    def write_groups(self, source, slot, group, latents, keys):
+        """Packed latents and index keys [n, ...] of groups [n]."""
+        for pool, rows in ((self.latents, latents), (self.keys, keys)):
+            flat, at = self._groups(pool, source, slot, group)
+            flat[at] = rows
+
+    def read_latents(self, source, slot, group):
+        """slot [T], group [T, K] -> fp32 [T, K, d]; anything where group is -1."""
+        flat, at = self._groups(self.latents, source, slot[:, None], group)
+        return K.dequantize_latent(flat[at])
+
+    def read_keys(self, source, slot, n):
+        """The first n index keys of one sequence -> fp32 [n, di]."""
+        flat, at = self._groups(self.keys, source, slot, torch.arange(n, device=self.window.device))
+        return K.dequantize_index(flat[at])
+
+
+class Batch:
+    """The rows of one forward, sequence after sequence, and what layers publish to later layers."""
+
+    def __init__(self, work, device, ngram=None):
+        """work: (sequence, n) pairs, the next n uncached tokens of each.
+
+        ngram: (class of each token id [V], class of the pad, N) where the model has Engram layers.
+        """
+        def tensor(x):
+            return torch.tensor(x, dtype=torch.int64, device=device)
+        self.spans, ids, pos, slot, classes, end = [], [], [], [], [], 0
+        for seq, n in work:
+            a = seq.n_cached
+            self.spans.append((seq.slot, end, end + n, a))   # slot, first and last row, position
+            end += n
+            ids += seq.ids[a : a + n]
+            pos += range(a, a + n)
+            slot += [seq.slot] * n
+            if ngram:
+                token_class, pad, N = ngram
+                past = token_class[tensor(seq.ids[max(0, a - N + 1) : a + n])]
+                past = F.pad(past, (N - 1 + n - len(past), 0), value=pad)
+                classes.append(past.unfold(0, N, 1).flip(1))
+        self.ids, self.pos, self.slot = tensor(ids), tensor(pos), tensor(slot)      # [T] each
+        self.classes = torch.cat(classes) if ngram else None                       # [T, N], newest first
+        self.follows = F.pad(self.slot[1:] == self.slot[:-1], (1, 0))              # row t - 1 is pos - 1
+        self.tail = tensor([i for _, a, b, _ in self.spans for i in range(max(a, b - RING), b)])
+        self.selection = {}              # index source -> int64 [T, K] groups, ascending, -1 padded
+        self.candidates = None           # bool [T, blocks], from the candidate source
+        self.rope = {}                   # is the ratio above 0 -> (cos, sin) [T, r/2] of pos
+
+
+# ================================================================================================
+# Model: one forward for prefill, chunks, decode and verification
+# ================================================================================================
+ROWS = 32           # rows whose keys are gathered or scored at once: bounds memory, changes nothing
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How to compute: never what. `block` is 16 in deterministic mode (see kernels.linear)."""
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32           # of activations and dequantized weights
+    block: int | None = None
+    lazy: bool = False
+
+
+class Weights:
+    """The checkpoint's tensors on their way into the model."""
+
+    def __init__(self, checkpoint, runtime, progress=None):
+        self.checkpoint, self.rt, self.progress = checkpoint, runtime, progress
+        self.n_taken, self.n_all = 0, sum(map(_loaded, checkpoint.specs))
+
+    def vector(self, name):
+        """A norm, bias, sink or mHC parameter: fp32, always held."""
+        self._count()
+        return self.checkpoint.dequantized(name, torch.float32, self.rt.device)
+
+    def linear(self, name):
+        """A matrix, as a Linear."""
+        self._count()
+        return Linear(lambda: self.checkpoint.dequantized(name, self.rt.dtype, self.rt.device),
+                      self.rt)
+
+    def _count(self):
+        self.n_taken += 1
+        if self.progress:
+            self.progress("loading", self.n_taken, self.n_all)
+
+
+class Linear:
+    """x [T, in] -> fp32 [T, out]. Its matrix is dequantized once, or with --lazy at every use."""
+
+    def __init__(self, load, rt):
+        self.load, self.block = load, rt.block
+        self.held = None if rt.lazy else load()
+
+    def weight(self):
+        """[out, in] in the activations' dtype."""
+        return self.load() if self.held is None else self.held
+
+    def __call__(self, x):
+        return K.linear(x, self.weight(), self.block)
+
+
+class HyperConnection:
+    """One mHC site: reads the streams, runs its sublayer, writes the streams (section 2)."""
+
+    def __init__(self, c, weights, prefix, site):
+        self.fn, self.scale, self.base = (weights.vector(f"{prefix}hc_{site}_{n}")
+                                          for n in ("fn", "scale", "base"))
+        self.norm, self.c, self.rt = weights.vector(f"{prefix}{site}_norm.weight"), c, weights.rt
+
+    def __call__(self, h, pre, sublayer):
+        """h [T, S, D], pre [T, S] from the PREVIOUS site -> h', and pre for the next."""
+        c = self.c
+        pre_next, post, comb = K.hc_mix(h, self.fn, self.scale, self.base, c.rms_norm_eps, c.hc_eps,
+                                        c.hc_sinkhorn_iters, self.rt.block)
+        x = K.rms_norm(K.hc_collapse(h, pre), self.norm, c.rms_norm_eps).to(self.rt.dtype)
+        return K.hc_expand(h, sublayer(x).to(self.rt.dtype), post, comb), pre_next
+
+
+class Compressor:
+    """Full layers only: one latent and one index key per group, for every layer that reads them."""
+
+    def __init__(self, c, plan, weights, prefix):
+        self.c, self.plan, self.dtype = c, plan, weights.rt.dtype
+        self.wkv = weights.linear(prefix + "compressor.wkv")
+        self.wgate = weights.linear(prefix + "compressor.wgate") if plan.ratio == 2 else None
+        self.norm = weights.vector(prefix + "compressor.norm.weight")
+        self.wk = weights.linear(prefix + "indexer.wk")
+        self.k_norm = weights.vector(prefix + "indexer.k_norm.weight")
+        self.frequencies = K.rope_frequencies(c, True).to(weights.rt.device)
+
+    def __call__(self, x, batch, cache):
+        """x [T, D], normed -> nothing; writes the groups that these tokens complete."""
+        latent, done = self.wkv(x), slice(None)
+        if self.plan.ratio == 2:
+            latent, done = self._pair(latent, self.wgate(x), batch, cache.ring[self.plan.index])
+        pos, slot = batch.pos[done], batch.slot[done]
+        group = pos // self.plan.ratio
+        eps, rotate = self.c.rms_norm_eps, K.rotation(group * self.plan.ratio, self.frequencies)
+        latent = K.rms_norm(latent, self.norm, eps).to(self.dtype)
+        key = K.rms_norm(self.wk(latent), self.k_norm, eps).to(self.dtype)  # from before the rotation
+        cache.write_groups(self.plan.index, slot, group, K.quantize_latent(K.rope(latent, *rotate)),
+                           K.quantize_index(K.rope(key, *rotate)))
+
+    def _pair(self, kv, gate, batch, ring):
+        """kv, gate fp32 [T, d] -> latents [n, d] and the n rows that complete a pair.
+
+        A pair's first token is the row before, or, at the seam of a chunk, in the ring.
+        """
+        now = torch.stack([kv, gate], 1)                                    # [T, 2, d]
+        before = ring[batch.slot, (batch.pos - 1) % RING]                   # read, then written
+        before = torch.where(batch.follows[:, None, None], now.roll(1, 0), before)
+        ring[batch.slot[batch.tail], batch.pos[batch.tail] % RING] = now[batch.tail]
+        done = (batch.pos % 2 == 1).nonzero()[:, 0]
+        return K.pool_pair(before[done], now[done]), done
+
+
+class Indexer:
+    """Full and reindex layers: the K groups that a token may attend to (section 4)."""
+
+    def __init__(self, c, plan, weights, prefix):
+        self.c, self.plan, self.block = c, plan, weights.rt.block
+        self.wq_b = weights.linear(prefix + "indexer.wq_b")
+        self.weights_proj = weights.linear(prefix + "indexer.weights_proj")
+
+    def __call__(self, x, qr, batch, cache):
+        """x [T, D], qr [T, q_lora_rank] -> int64 [T, K]; the candidate source also publishes blocks."""
+        c, ratio = self.c, self.plan.ratio
+        q = K.rope(self.wq_b(qr).unflatten(1, (c.index_n_heads, -1)), *batch.rope[True])
+        q = K.dequantize_index(K.quantize_index(q))                         # [T, Hi, di]
+        w = self.weights_proj(x) * c.index_head_dim**-0.5 * c.index_n_heads**-0.5
+        visible = (batch.pos + 1) // ratio
+        if self.plan.candidates == "source":
+            n_blocks = -(-int(visible.max()) // c.candidate_block_size)
+            batch.candidates = torch.zeros(len(q), n_blocks, dtype=torch.bool, device=q.device)
+        selected = torch.full((len(q), c.index_topk), -1, device=q.device)
+        for slot, first, last, start in batch.spans:
+            keys = cache.read_keys(self.plan.kv_source, slot, (start + last - first) // ratio)
+            for a in range(first, last, ROWS) if len(keys) else ():
+                rows = slice(a, min(a + ROWS, last))
+                scores = self.scores(q[rows], w[rows], keys, visible[rows], batch, rows)
+                selected[rows] = K.mask_to_index(K.topk_mask(scores, c.index_topk), c.index_topk)
+        return selected
+
+    def scores(self, q, w, keys, visible, batch, rows):
+        """Rows of one sequence -> fp32 [rows, n], -inf where invisible or no candidate."""
+        size, n = self.c.candidate_block_size, len(keys)
+        scores = K.index_scores(q, w, keys, self.block)
+        hidden = torch.arange(n, device=q.device) >= visible[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.plan.candidates == "source":
+            blocks = K.candidate_blocks(scores, visible, size, self.c.candidate_topk_blocks)
+            batch.candidates[rows, : blocks.shape[1]] = blocks
+        if self.plan.candidates == "reader":
+            allowed = batch.candidates[rows].repeat_interleave(size, 1)[:, :n]
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        return scores
+
+
+class Attention:
+    """Window rows and selected latents under one softmax; K = V, one head of them (section 3)."""
+
+    def __init__(self, c, plan, weights, prefix):
+        self.c, self.plan, self.rt = c, plan, weights.rt
+        self.wq_a, self.wq_b, self.wkv, self.wo_a, self.wo_b = (
+            weights.linear(prefix + n) for n in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"))
+        self.q_norm = weights.vector(prefix + "q_norm.weight")
+        self.kv_norm = weights.vector(prefix + "kv_norm.weight")
+        self.sink = weights.vector(prefix + "attn_sink")
+        self.compressor = Compressor(c, plan, weights, prefix) if plan.mode == "full" else None
+        self.indexer = (Indexer(c, plan, weights, prefix) if plan.mode in ("full", "reindex")
+                        else None)
+
+    def __call__(self, x, batch, cache):
+        """x [T, D] normed -> fp32 [T, D]; writes its window rows, and its groups if it is full."""
+        c, plan, (cos, sin) = self.c, self.plan, batch.rope[self.plan.ratio > 0]
+        qr = K.rms_norm(self.wq_a(x), self.q_norm, c.rms_norm_eps).to(self.rt.dtype)
+        q = K.rope(self.wq_b(qr).unflatten(1, (c.num_attention_heads, -1)), cos, sin)   # [T, H, d]
+        kv = K.rms_norm(self.wkv(x), self.kv_norm, c.rms_norm_eps).to(self.rt.dtype)
+        cache.write_window(plan.index, batch.slot, batch.pos, K.quantize_fp8(K.rope(kv, cos, sin)))
+        if self.compressor:
+            self.compressor(x, batch, cache)     # first: a token sees the group that it completes
+        if self.indexer:
+            batch.selection[plan.index] = self.indexer(x, qr, batch, cache)
+        o = torch.cat([self.attend(q[a : a + ROWS], batch, cache, slice(a, a + ROWS))
+                       for a in range(0, len(q), ROWS)])
+        o = K.rope(o, cos, -sin).to(self.rt.dtype).flatten(1).unflatten(1, (c.o_groups, -1))
+        blocks = self.wo_a.weight().unflatten(0, (c.o_groups, -1))          # [G, o_lora_rank, H*d/G]
+        o = [K.linear(o[:, g], blocks[g], self.rt.block) for g in range(c.o_groups)]
+        return self.wo_b(torch.cat(o, 1).to(self.rt.dtype))
+
+    def attend(self, q, batch, cache, rows):
+        """q [n, H, d] of these rows -> fp32 [n, H, d]; always W + K keys a row, masked."""
+        plan, slot, pos = self.plan, batch.slot[rows], batch.pos[rows]
+        seen = pos[:, None] + torch.arange(1 - self.c.sliding_window, 1, device=pos.device)  # [n, W]
+        kv = cache.read_window(plan.index, slot, seen)
+        if plan.ratio:
+            group = batch.selection[plan.index_source][rows]                                # [n, K]
+            kv = torch.cat([kv, cache.read_latents(plan.kv_source, slot, group)], 1)
+            seen = torch.cat([seen, group], 1)
+        return K.attend(q, kv, seen >= 0, self.sink)
+
+
+class MoE:
+    """Routed experts and one shared expert (section 5)."""
+
+    def __init__(self, c, weights, prefix, n_experts, k):
+        self.c, self.rt, self.k = c, weights.rt, k
+        self.gate, self.bias = weights.linear(prefix + "gate"), weights.vector(prefix + "gate.bias")
+
+        def expert(p):
+            return [weights.linear(f"{prefix}{p}.{n}") for n in ("w1", "w3", "w2")]
+        self.experts = [expert(f"experts.{e}") for e in range(n_experts)]
+        self.shared = expert("shared_experts")
+
+    def __call__(self, x):
+        """x [T, D] normed -> fp32 [T, D], added in the order of the router's slots."""
+        chosen, weight = K.route(self.gate(x), self.bias, self.k, self.c.routed_scaling_factor)
+        out = torch.zeros(len(x), self.k, x.shape[1], device=x.device)
+        for e in chosen.unique().tolist():
+            row, slot = (chosen == e).nonzero(as_tuple=True)
+            out[row, slot] = self.expert(self.experts[e], x[row], weight[row, slot, None])
+        y = self.expert(self.shared, x, 1.0)
+        for slot in range(self.k):
+            y = y + out[:, slot]
+        return y
+
+    def expert(self, expert, x, weight):
+        """w2 @ (weight * swiglu(w1 @ x, w3 @ x)): x [n, D] -> fp32 [n, D]."""
+        w1, w3, w2 = expert
+        return w2((weight * K.swiglu(w1(x), w3(x), self.c.swiglu_limit)).to(self.rt.dtype))
+
+
+# Engram: addresses. numpy promises no stable stream, so its generator stands here, on Python ints.
+def seed_sequence(entropy, n=8):
+    """numpy's SeedSequence(entropy).generate_state(n) as n uint32, for entropy below 2^32."""
+    m32, pool = 0xFFFFFFFF, []
+
+    def hasher(init, mult):
+        const = init
+
+        def step(value):
+            nonlocal const
+            value ^= const
+            const = const * mult & m32
+            value = value * const & m32
+            return value ^ value >> 16
+        return step
+    hashed = hasher(0x43B0D7E5, 0x931E8875)
+    pool = [hashed(x) for x in (entropy, 0, 0, 0)]
+    for src in range(4):
+        for dst in range(4):
+            if src != dst:
+                x = 0xCA01F9DD * pool[dst] - 0x4973F715 * hashed(pool[src]) & m32
+                pool[dst] = x ^ x >> 16
+    out = hasher(0x8B51F9DD, 0x58F38DED)
+    return [out(pool[i % 4]) for i in range(n)]
+
+
+def default_rng_integers(seed, bound, n):
+    """numpy.random.default_rng(seed).integers(0, bound, n): PCG64 XSL-RR, then Lemire's method."""
+    m64, m128, mult = 2**64 - 1, 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
+    s = seed_sequence(seed)
+    s = [s[i] | s[i + 1] << 32 for i in range(0, 8, 2)]
+    inc = ((s[2] << 64 | s[3]) << 1 | 1) & m128
+    state = ((inc + (s[0] << 64 | s[1])) * mult + inc) & m128
+    out = []
+    while len(out) < n:
+        state = (state * mult + inc) & m128
+        x, rot = (state >> 64 ^ state) & m64, state >> 122
+        product = ((x >> rot | x << (64 - rot)) & m64) * bound
+        if product & m64 >= (2**64 - bound) % bound:
+            out.append(product >> 64)
+    return out
+
+
+def engram_primes(c):
+    """[table][n - 2][head]: for every n anew the primes from engram_vocab_size up, none twice."""
+    taken, tables = set(), []
+
+    def next_prime(p):
+        while p in taken or any(p % q == 0 for q in range(2, math.isqrt(p) + 1)):
+            p += 1
+        taken.add(p)
+        return p
+    for rows in c.engram_num_embeddings:
+        table = []
+        for _ in range(c.engram_max_ngram_size - 1):
+            p, heads = c.engram_vocab_size - 1, []
+            for _ in range(c.engram_n_heads):
+                heads.append(p := next_prime(p + 1))
+            table.append(heads)
+        need(sum(map(sum, table)) == rows, f"config.json: an Engram table has {rows} rows, its "
+             f"primes sum to {sum(map(sum, table))}")
+        tables.append(table)
+    return tables
+
+
+def token_classes(prompt, c):
+    """Token id -> class int64 [V]: ids whose text is equal once normalized share a class (6.1)."""
+    n = normalizers
+    normalize = n.Sequence([n.NFKC(), n.NFD(), n.StripAccents(), n.Lowercase(),
+                            n.Replace(Regex(r"[ \t\r\n]+"), " "), n.Replace(Regex("^ $"), "\ue000"),
+                            n.Strip(), n.Replace("\ue000", " ")]).normalize_str
+    classes, out = {}, []
+    for i in range(c.vocab_size):
+        text = prompt.whole.decode([i], skip_special_tokens=False)
+        key = prompt.whole.id_to_token(i) if "\ufffd" in text else normalize(text) or text
+        out.append(classes.setdefault(key, len(classes)))
+    need(len(classes) == c.engram_compressed_vocab_size, f"the tokenizer has {len(classes)} token "
+         f"classes, config.json says {c.engram_compressed_vocab_size}: Engram rows would be wrong")
+    return torch.tensor(out)
+
+
+class Engram:
+    """n-gram memory: hashed rows of a mapped table, gated into every stream (section 6)."""
+
+    def __init__(self, c, plan, weights, prefix):
+        self.c, self.checkpoint, self.rt = c, weights.checkpoint, weights.rt
+        self.name, N = prefix + "embed", c.engram_max_ngram_size
+        self.checkpoint.advise(self.name + ".weight", mmap.MADV_RANDOM)      # no read-ahead
+        self.wkv = weights.linear(prefix + "wkv")
+        self.q_weight, self.k_weight = (weights.vector(prefix + n) for n in ("q_weight", "k_weight"))
+        primes = torch.tensor(engram_primes(c)[plan.engram])                # [N - 1, heads]
+        self.primes = primes.to(self.rt.device)
+        self.offsets = (primes.flatten().cumsum(0) - primes.flatten()).view_as(primes).to(
+            self.rt.device)
+        bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
+        odd = [2 * x + 1 for x in default_rng_integers(10007 * plan.index, bound, N)]
+        self.multipliers = torch.tensor(odd, device=self.rt.device)         # [N], by look-back
+
+    def __call__(self, h, batch):
+        """h [T, S, D] -> like h."""
+        rows = K.ngram_rows(batch.classes, self.multipliers, self.primes, self.offsets)
+        kv = self.wkv(self.rows(rows).flatten(1).to(self.rt.dtype))         # [T, (S + 1) * D]
+        key, value = kv.split([kv.shape[1] - h.shape[2], h.shape[2]], 1)
+        return K.engram_write(h, key.unflatten(1, h.shape[1:]), value, self.q_weight, self.k_weight,
+                              self.c.rms_norm_eps)
+
+    def rows(self, index):
+        """Table rows index [T, C] -> fp32 [T, C, width], read from the mapped file."""
+        index = index.cpu()
+        weight, scale = (self.checkpoint.packed(f"{self.name}.{n}").view(torch.uint8)[index]
+                         for n in ("weight", "scale"))
+        check_scale(self.name, scale.view(K.E8M0))
+        return K.dequantize_fp8(torch.cat([weight, scale], -1)).to(self.rt.device)
+
+
+class Block:
+    """(Engram,) attention and experts, each inside its mHC site."""
+
+    def __init__(self, c, plan, weights):
+        p = f"layers.{plan.index}."
+        self.engram = Engram(c, plan, weights, p + "engram.") if plan.engram is not None else None
+        self.hc_attn = HyperConnection(c, weights, p, "attn")
+        self.attn = Attention(c, plan, weights, p + "attn.")
+        self.hc_ffn = HyperConnection(c, weights, p, "ffn")
+        self.ffn = MoE(c, weights, p + "ffn.", c.n_routed_experts, c.num_experts_per_tok)
+
+    def __call__(self, h, pre, batch, cache):
+        """h [T, S, D], pre [T, S] -> the same, one layer on."""
+        if self.engram:
+            h = self.engram(h, batch)
+        h, pre = self.hc_attn(h, pre, lambda x: self.attn(x, batch, cache))
+        return self.hc_ffn(h, pre, self.ffn)
+
+
+class Transformer:
+    """The backbone: embedding, blocks, norm, head."""
+
+    def __init__(self, c, weights):
+        self.c, self.rt = c, weights.rt
+        self.embed = weights.checkpoint.packed("embed.weight").to(self.rt.device)     # [V, D], mapped
+        self.blocks = [Block(c, plan, weights) for plan in c.layers]
+        self.norm, self.head = weights.vector("norm.weight"), weights.linear("head")
+        self.frequencies = {x: K.rope_frequencies(c, x).to(self.rt.device) for x in (False, True)}
+
+    def __call__(self, batch, cache, rows):
+        """All rows of the batch go through; -> logits fp32 [len(rows), V] of the rows asked for."""
+        batch.rope = {x: K.rotation(batch.pos, f) for x, f in self.frequencies.items()}
+        h = F.embedding(batch.ids, self.embed).to(self.rt.dtype)
+        h = h[:, None].expand(-1, self.c.hc_mult, -1)                       # [T, S, D]
+        pre = F.one_hot(torch.zeros_like(batch.ids), self.c.hc_mult).float()          # [T, S]
+        for block in self.blocks:
+            h, pre = block(h, pre, batch, cache)
+        x = K.rms_norm(K.hc_collapse(h[rows], pre[rows]), self.norm, self.c.rms_norm_eps)
+        return self.head(x.to(self.rt.dtype))
+
+
+# ================================================================================================
+# Engine: requests in, tokens out
+# ================================================================================================
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. temperature 0 is greedy; top_p keeps the token that crosses it."""
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        need(type(self.max_tokens) is int and self.max_tokens >= 1, f"max_tokens is "
+             f"{self.max_tokens!r}, must be a whole number from 1")
+        need(self.temperature == 0 or 1e-3 <= self.temperature < math.inf, f"temperature is "
+             f"{self.temperature!r}, must be 0 (greedy) or at least 0.001")
+        need(0 < self.top_p <= 1, f"top_p is {self.top_p!r}, must be above 0 and at most 1")
+        need(type(self.seed) is int and 0 <= self.seed < 2**64, f"seed is {self.seed!r}, must be a "
+             "whole number from 0 to 2^64 - 1")
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished request; ids without the prompt and without the eos that stopped it."""
+    ids: list
+    text: str
+    finish_reason: str                   # "stop" (eos) or "length"
+    stats: dict
+
+
+def _memory_of(device):
+    if device != "cpu":
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Engine:
+    """The model, its cache, and the requests that share them."""
+
+    def __init__(self, cfg, model, prompt, runtime, max_batch, max_pages, chunk, token_class):
+        self.cfg, self.model, self.prompt, self.rt, self.chunk = cfg, model, prompt, runtime, chunk
+        self.cache = Cache(cfg, max_batch, max_pages, chunk, runtime.device)
+        self.ngram = (token_class, int(token_class[cfg.engram_pad_token_id]),
+                      cfg.engram_max_ngram_size) if token_class is not None else None
+        self.waiting, self.running = deque(), []
+
+    @classmethod
+    def load(cls, folder, device=None, dtype=None, deterministic=False, lazy=None, max_batch=8,
+             max_pages=None, chunk=512, speculate=True, replay=True, progress=None):
+        """An Engine for the checkpoint in `folder` (a local path, the published layout).
+
+        dtype: of activations, default bf16 on a GPU, fp32 on a CPU. deterministic: a row's bits do
+        not depend on the other rows. lazy: dequantize weights as they are used; default where they
+        do not fit into memory. max_batch: requests that run at once. max_pages: global pages of 128
+        tokens, default as many as the batch can use, within 2 GiB. chunk: most rows of one step.
+        speculate and replay are accepted and change nothing: decoding is plain, prefill exact.
+        """
+        for name, x in (("max_batch", max_batch), ("chunk", chunk), ("max_pages", max_pages or 1)):
+            need(type(x) is int and x >= 1, f"{name} is {x!r}, must be a whole number from 1")
+        need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: a step could not "
+             "decode every request")
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        need(device == "cpu" or torch.cuda.is_available(), f"device is {device!r}, but no GPU is seen")
+        dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+        cfg = Config.load(folder)
+        m = memory(cfg, dtype)
+        if max_pages is None:
+            most = max_batch * -(-cfg.max_position_embeddings // PAGE)
+            max_pages = max(1, min(most, 2**31 // max(1, m['page'])))
+        if lazy is None:
+            lazy = m['held'] + m['weights'] > 0.8 * _memory_of(device)
+        rt = Runtime(device, dtype, 16 if deterministic else None, lazy)
+        weights = Weights(Checkpoint(folder, cfg), rt, progress)
+        has_tokenizer = cfg.engram_layer_ids or (Path(folder) / "tokenizer.json").is_file()
+        prompt = Prompt(folder, cfg.bos_token_id) if has_tokenizer else None
+        classes = token_classes(prompt, cfg).to(device) if cfg.engram_layer_ids else None
+        return cls(cfg, Transformer(cfg, weights), prompt, rt, max_batch, max_pages, chunk, classes)
+
+    # -- requests ---------------------------------------------------------------------------------
+    def _sequence(self, prompt, params, n_new):
+        """A checked, not yet admitted Sequence; raises ValueError before any work."""
+        if isinstance(prompt, str):
+            need(self.prompt, "this checkpoint has no tokenizer.json: give the prompt as ids")
+            prompt = self.prompt.raw(prompt)
+        ids, V = [operator.index(i) for i in prompt], self.cfg.vocab_size
+        need(ids, "the prompt is empty: give at least one id")
+        bad = next((i for i in ids if not 0 <= i < V), None)
+        need(bad is None, f"token id {bad} is outside the vocabulary 0..{V - 1}")
+        need(params is None or self.cfg.image_token_id not in ids, f"token id {self.cfg.image_token_id} is an image: "
+             "this engine reads text only")
+        limit, most = len(ids) + n_new, self.cfg.max_position_embeddings
+        need(limit <= most, f"{len(ids)} prompt and {n_new} new tokens exceed the context of {most}")
+        need(-(-limit // PAGE) <= self.cache.n_pages, f"{len(ids)} prompt and {n_new} new tokens need "
+             f"{-(-limit // PAGE)} pages of {PAGE}, the pool has {self.cache.n_pages}")
+        return Sequence(ids, params, limit, self.prompt and self.prompt.decoder())
+
+    def submit(self, prompt, params=SamplingParams()):
+        """Queue one prompt (a string or ids); -> its Sequence, which `step` moves on."""
+        seq = self._sequence(prompt, params, params.max_tokens)
+        self.waiting.append(seq)
+        return seq
+
+    def cancel(self, seq, reason="cancelled"):
+        """Take seq out, finished or not, and its pages back; harmless when it is out already."""
+        seq.finish_reason = seq.finish_reason or reason
+        self.cache.release(seq)
+        for queue in (self.waiting, self.running):
+            if seq in queue:
+                queue.remove(seq)
+
+    def step(self):
+        """One forward for every running request; -> the sequences that it moved on."""
+        while self.waiting and self.cache.admit(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+        work, budget = [], self.chunk
+        for seq in sorted(self.running, key=lambda s: len(s.ids) - s.n_cached > 1):  # decode first
+            n = min(len(seq.ids) - seq.n_cached, budget)
+            work += [(seq, n)] * (n > 0)
+            budget -= n
+        if not work:
+            return []
+        last = itertools.accumulate(n for _, n in work)
+        ready = {s: i - 1 for (s, n), i in zip(work, last) if s.n_cached + n == len(s.ids)}
+        try:
+            logits = self._forward(work, list(ready.values()))
+            for seq, row in zip(ready, logits):
+                self._emit(seq, row)
+        except BaseException:
+            for seq, _ in work:
+                self.cancel(seq, "error")
+            raise
+        return [seq for seq, _ in work]
+
+    @torch.inference_mode()
+    def _forward(self, work, rows):
+        """Run the next n tokens of each (sequence, n); -> logits of the given rows."""
+        for seq, n in work:
+            self.cache.extend(seq, n)
+        logits = self.model(Batch(work, self.rt.device, self.ngram), self.cache, rows)
+        for seq, n in work:
+            seq.n_cached += n
+            self.cache.trim(seq)
+        return logits
+
+    def _emit(self, seq, logits):
+        """Sample the next token of seq from logits [V]; append it, or end seq."""
+        p = seq.params
+        token = K.sample(logits, p.temperature, p.top_p, p.seed, len(seq.ids))
+        seq.times.append(time.perf_counter())
+        stop = token == self.cfg.eos_token_id and not p.ignore_eos
+        if not stop:
+            seq.ids.append(token)
+        end = "stop" if stop else "length" if len(seq.new) == p.max_tokens else None
+        if seq.decoder:
+            seq.text += seq.decoder(seq.ids[len(seq.ids) - (not stop) :], last=bool(end))
+        if end:
+            self.cancel(seq, end)
+
+    # -- the public calls ------------------------------------------------------------------------
+    def logits(self, ids, chunks=None):
+        """Exact prefill of a fresh sequence: ids [n] -> logits fp32 [n, V] of every position.
+
+        chunks: sizes that sum to n, to cut the prompt there (it is also cut at the engine's chunk).
+        """
+        seq = self._sequence(ids, None, 0)
+        chunks = [len(seq.ids)] if chunks is None else list(chunks)
+        need(sum(chunks) == len(seq.ids) and min(chunks) > 0, f"chunks {chunks} do not cut "
+             f"{len(seq.ids)} tokens")
+        sizes = [min(self.chunk, n - i) for n in chunks for i in range(0, n, self.chunk)]
+        need(self.cache.admit(seq), f"{-(-seq.limit // PAGE)} pages and a slot are needed, "
+             f"{len(self.cache.free_pages)} and {len(self.cache.free_slots)} are free")
+        try:
+            return torch.cat([self._forward([(seq, n)], slice(None)) for n in sizes])
+        finally:
+            self.cache.release(seq)
+
+    def generate(self, prompts, params=SamplingParams()):
+        """prompts: list of strings or id lists; params: one for all or a list -> list of Output."""
+        need(not isinstance(prompts, str), "generate takes a list of prompts")
+        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        need(len(params) == len(prompts), f"{len(prompts)} prompts but {len(params)} params")
+        seqs = [self._sequence(p, q, q.max_tokens) for p, q in zip(prompts, params)]
+        self.waiting.extend(seqs)                        # only once all of them were accepted
+        try:
+            while not all(s.finish_reason for s in seqs):
+                self.step()
+        finally:
+            for seq in seqs:
+                self.cancel(seq)
+        return [Output(s.new, s.text, s.finish_reason, s.stats()) for s in seqs]
+
+    def stream(self, prompt, params=SamplingParams()):
+        """Yields the text of one prompt as it is made; closing the generator cancels the request."""
+        seq, shown = self.submit(prompt, params), 0
+        try:
+            while not seq.finish_reason:
+                self.step()
+                if len(seq.text) > shown:
+                    yield seq.text[shown:]
+                    shown = len(seq.text)
+        finally:
+            self.cancel(seq)
+
+
+# ================================================================================================
+# Main: the command line
+# ================================================================================================
+def progress(what, done, of):
+    """A line on stderr that overwrites itself, if a person is watching."""
+    if sys.stderr.isatty():
+        print(f"\r{what} {done}/{of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
+
+
+def arguments(argv):
+    """argv -> the parsed options."""
+    p = argparse.ArgumentParser("nanoflash", description="DeepSeek-V4.1-Flash in two files.")
+    p.add_argument("--prompt", help="text to continue (with --chat: what the user says)")
+    p.add_argument("--model", default=DEFAULT_MODEL, help="folder of a checkpoint (docs/golden)")
+    p.add_argument("--max-tokens", type=int, default=128)
+    p.add_argument("--temperature", type=float, help="0 is greedy; default: generation_config.json")
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--chat", action="store_true", help="wrap the prompt in the chat encoding")
+    p.add_argument("--think", action="store_true", help="with --chat: reason first")
+    p.add_argument("--effort", type=int, default=75, help="with --think: 1 to 100")
+    p.add_argument("--no-speculate", action="store_true", help="accepted; decoding is plain so far")
+    p.add_argument("--no-replay", action="store_true", help="accepted; prefill is exact so far")
+    p.add_argument("--deterministic", action="store_true", help="bits depend on no other row")
+    p.add_argument("--lazy", action="store_true", help="dequantize weights as they are used")
+    p.add_argument("--dtype", choices=("fp32", "bf16"), help="default: bf16 on a GPU, else fp32")
+    p.add_argument("--device", choices=("cpu", "cuda"))
+    p.add_argument("--plan", action="store_true", help="print sizes, without opening any weight")
+    p.add_argument("--ranks", type=int, default=1, help="with --plan: number of ranks")
+    p.add_argument("--stats", action="store_true", help="print counts and speed on stderr")
+    args = p.parse_args(argv)
+    if args.prompt is None and not args.plan:
+        p.error("--prompt (or --plan) is needed")
+    return args
+
+
+def run(args):
+    """Print the plan, or the continuation of one prompt as it is made."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype]
+    if args.plan:
+        print(plan(Config.load(args.model), dtype or torch.bfloat16, args.ranks))
+        return
+    need(int(os.environ.get("WORLD_SIZE", 1)) == 1, "this version runs on one rank, not "
+         f"{os.environ.get('WORLD_SIZE')}")
+    path = Path(args.model) / "generation_config.json"
+    defaults = _json(path) if path.is_file() else {}
+    temperature, top_p = (defaults.get(n, d) if v is None else v for n, v, d in (
+        ("temperature", args.temperature, 0.0), ("top_p", args.top_p, 1.0)))
+    params = SamplingParams(args.max_tokens, temperature, top_p, args.seed)
+    engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
+                         max_batch=1, progress=progress)
+    prompt = engine.prompt.chat([{"role": "user", "content": args.prompt}], args.think,
+                                args.effort) if args.chat else args.prompt
+    seq, shown = engine.submit(prompt, params), 0
+    while not seq.finish_reason:
+        engine.step()
+        if not seq.new and seq.n_cached < seq.n_prompt:
+            progress("prefill", seq.n_cached, seq.n_prompt)
+        print(seq.text[shown:], end="", flush=True)
+        shown = len(seq.text)
+    print()
+    if args.stats:
+        print(", ".join(f"{k} {v}" for k, v in seq.stats().items()), file=sys.stderr)
+
+
+def main(argv=None):
+    """Run the command line; -> exit status. What a user can get wrong ends in one line, status 2."""
+    try:
+        run(arguments(argv))
+        return 0
+    except (ValueError, OSError) as e:
+        print(f"nanoflash: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
