@@ -31,11 +31,11 @@ LATENT_BLOCK = 16   # channels of a compressed KV latent that share an e4m3 scal
 INDEX_BLOCK = 32    # channels of an index key or query that share a ue8m0 scale
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-E2M1 = torch.cat([_E2M1, -_E2M1])                                   # code 0..15 -> value; 8 is -0
+E2M1 = torch.cat([_E2M1, -_E2M1])                               # code 0..15 -> value; 8 is -0
 
 
 def _blocks(x, size):
-    return x.float().unflatten(-1, (-1, size))                      # [..., n] -> [..., n/size, size]
+    return x.float().unflatten(-1, (-1, size))                  # [..., n] -> [..., n/size, size]
 
 
 def _ue8m0_ceil(x):
@@ -223,8 +223,8 @@ def sinkhorn(a, iters, eps):
 def hc_mix(h, fn, scale, base, norm_eps, hc_eps, iters, block=None):
     """The weights of one site from the streams that it reads: h [T, S, D] -> pre, post, comb.
 
-    fn [(2+S)S, S*D], scale [3], base [(2+S)S], all fp32. pre [T, S] collapses for the NEXT sublayer,
-    post [T, S] writes this one's output, comb [T, S, S] carries the streams over.
+    fn [(2+S)S, S*D], scale [3], base [(2+S)S], all fp32. pre [T, S] collapses for the NEXT
+    sublayer, post [T, S] writes this one's output, comb [T, S, S] carries the streams over.
     """
     S = h.shape[1]
     x = h.flatten(1).float()
@@ -250,7 +250,7 @@ def hc_expand(h, y, post, comb):
 # ------------------------------------------------------------------------------------------------
 # Sparse attention (architecture sections 3 and 4)
 # ------------------------------------------------------------------------------------------------
-KEY_BLOCK = 512     # index keys that one product sees in deterministic mode
+KEY_BLOCK = 1024    # index keys that one product sees: bounds memory; padded in deterministic mode
 
 
 def pool_pair(first, second):
@@ -272,15 +272,11 @@ def index_scores(q, w, keys, block=None):
     if block is not None:
         q, w = (F.pad(t, (0, 0) * (t.dim() - 1) + (0, -n_rows % block)) for t in (q, w))
         keys = F.pad(keys, (0, 0, 0, -n_keys % KEY_BLOCK))
-    tiles = [_score_tile(*qw, keys, block) for qw in zip(q.split(block or max(1, n_rows)),
-                                                         w.split(block or max(1, n_rows)))]
+    tiles = []
+    for q, w in zip(q.split(block or n_rows), w.split(block or n_rows)):
+        dots = [(q.flatten(0, 1) @ k.T).unflatten(0, w.shape) for k in keys.split(KEY_BLOCK)]
+        tiles.append(torch.cat([(s.relu() * w[:, :, None]).sum(1) for s in dots], 1))
     return torch.cat(tiles)[:n_rows, :n_keys]
-
-
-def _score_tile(q, w, keys, block):
-    parts = keys.split(KEY_BLOCK if block is not None else max(1, keys.shape[0]))
-    dots = [(q.flatten(0, 1) @ k.T).unflatten(0, q.shape[:2]) for k in parts]   # [rows, Hi, keys]
-    return torch.cat([(s.relu() * w[:, :, None]).sum(1) for s in dots], 1)
 
 
 def topk_mask(scores, k):
@@ -350,6 +346,78 @@ def route(logits, bias, k, scale):
 # ------------------------------------------------------------------------------------------------
 # Engram (architecture section 6)
 # ------------------------------------------------------------------------------------------------
+# numpy promises no stable stream, so its generator stands here, on Python ints.
+def seed_sequence(entropy, n=8):
+    """numpy's SeedSequence(entropy).generate_state(n) as n uint32, for entropy below 2^32."""
+    m32 = 0xFFFFFFFF
+
+    def hasher(init, mult):
+        const = init
+
+        def step(value):
+            nonlocal const
+            value ^= const
+            const = const * mult & m32
+            value = value * const & m32
+            return value ^ value >> 16
+        return step
+    hashed = hasher(0x43B0D7E5, 0x931E8875)
+    pool = [hashed(x) for x in (entropy, 0, 0, 0)]
+    for src in range(4):
+        for dst in range(4):
+            if src != dst:
+                x = 0xCA01F9DD * pool[dst] - 0x4973F715 * hashed(pool[src]) & m32
+                pool[dst] = x ^ x >> 16
+    out = hasher(0x8B51F9DD, 0x58F38DED)
+    return [out(pool[i % 4]) for i in range(n)]
+
+
+def default_rng_integers(seed, bound, n):
+    """numpy.random.default_rng(seed).integers(0, bound, n): PCG64 XSL-RR, then Lemire's method."""
+    m64, m128, mult = 2**64 - 1, 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
+    s = seed_sequence(seed)
+    s = [s[i] | s[i + 1] << 32 for i in range(0, 8, 2)]
+    inc = ((s[2] << 64 | s[3]) << 1 | 1) & m128
+    state = ((inc + (s[0] << 64 | s[1])) * mult + inc) & m128
+    out = []
+    while len(out) < n:
+        state = (state * mult + inc) & m128
+        x, rot = (state >> 64 ^ state) & m64, state >> 122
+        product = ((x >> rot | x << (64 - rot)) & m64) * bound
+        if product & m64 >= (2**64 - bound) % bound:
+            out.append(product >> 64)
+    return out
+
+
+def engram_primes(c):
+    """[table][n - 2][head]: for every n anew the primes from engram_vocab_size up, none twice.
+
+    c: Config (engram_layer_ids, engram_max_ngram_size, engram_n_heads, engram_vocab_size).
+    """
+    taken, tables = set(), []
+
+    def next_prime(p):
+        while p in taken or any(p % q == 0 for q in range(2, math.isqrt(p) + 1)):
+            p += 1
+        taken.add(p)
+        return p
+    for _ in c.engram_layer_ids:
+        table = []
+        for _ in range(c.engram_max_ngram_size - 1):
+            p, heads = c.engram_vocab_size - 1, []
+            for _ in range(c.engram_n_heads):
+                heads.append(p := next_prime(p + 1))
+            table.append(heads)
+        tables.append(table)
+    return tables
+
+
+def engram_multipliers(c, layer):
+    """One odd multiplier for each look-back of the n-gram hash of a layer: ints [N]."""
+    bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
+    return [2 * x + 1 for x in default_rng_integers(10007 * layer, bound, c.engram_max_ngram_size)]
+
+
 def ngram_rows(classes, multipliers, primes, offsets):
     """Table rows of the n-grams that end at each token: -> int64 [T, (N-1) * heads].
 

@@ -1,13 +1,13 @@
-"""nanoflash: DeepSeek-V4.1-Flash, the published checkpoint, in two files that read in an evening.
+"""nanoflash: DeepSeek-V4.1-Flash and its published checkpoint in two files, read in an evening.
 
     python nanoflash.py --prompt "In the beginning"          # docs/golden, on any CPU
     python nanoflash.py --model DIR --prompt TEXT --chat     # a downloaded checkpoint, unchanged
-    python nanoflash.py --model DIR --plan                   # what it needs, without opening weights
+    python nanoflash.py --model DIR --plan                   # what it needs, no weight is opened
 
 What is unusual about this model, and the section that shows it:
     Config       layers that see a window only, encoder (1 latent per 2 tokens), decoder (1 per 1)
     Checkpoint   FP8 and FP4 weights with power-of-two scales; 189 GiB of Engram tables stay on disk
-    Prompt       chat marks are ids between pieces of text, so no text can forge one
+    Prompt       chat marks are ids between pieces of text, so that no text can forge one
     Cache        890 bytes of packed FP4 a token for all layers, FP8 window rows in pages
     Model        mHC (4 residual streams), CSA2 (a few layers make keys and selections for all),
                  CED (the decoder's one KV is projected once, at its first layer), Engram, MoE
@@ -16,12 +16,12 @@ What is unusual about this model, and the section that shows it:
 
 Four ideas keep it small and right. One forward: a batch is ragged (ids, pos, slot [T]), whatever
 mix of prompts and decode rows it holds. State is addressed by position; lengths decide what is
-visible. Every operation stands in kernels.py, once. A row's result depends on that row alone, which
-`deterministic` makes true to the last bit.
+visible. Every operation stands in kernels.py, once. A row's result depends on that row alone,
+which `deterministic` makes true to the last bit.
 
 Dimension letters: T tokens (rows of a batch), D hidden, H heads, d head dim, r rotated channels,
 S streams, W window, K selected groups, E experts, k experts a token, N n-gram length, V vocabulary.
-A *group* is the `ratio` tokens that share a latent; a *slot* is a sequence's row in the page tables.
+A *group* is the `ratio` tokens that share a latent, a *slot* a sequence's row in the page tables.
 """
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ import itertools
 import json
 import math
 import mmap
-import operator
 import os
 import sys
 import time
@@ -90,70 +89,45 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Config:
-    """config.json under its own names; nested keys joined by '_'. `layers` is derived."""
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    rope_theta: float
-    compress_rope_theta: float
-    rope_scaling_factor: float
-    rope_scaling_beta_fast: float
-    rope_scaling_beta_slow: float
+    """config.json under its own names; rope_scaling's keys are joined on. `layers` is derived."""
+    # width
+    vocab_size: int; hidden_size: int; rms_norm_eps: float
+    # residual streams
+    hc_mult: int; hc_sinkhorn_iters: int; hc_eps: float
+    # attention
+    num_attention_heads: int; head_dim: int; q_lora_rank: int; o_groups: int; o_lora_rank: int
+    sliding_window: int; max_position_embeddings: int
+    # rotation
+    qk_rope_head_dim: int; rope_theta: float; compress_rope_theta: float
+    rope_scaling_factor: float; rope_scaling_beta_fast: float; rope_scaling_beta_slow: float
     rope_scaling_original_max_position_embeddings: int
-    max_position_embeddings: int
-    sliding_window: int
-    compress_ratios: tuple
-    kv_source_layer_ids: tuple
-    index_source_layer_ids: tuple
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    routed_scaling_factor: float
-    swiglu_limit: float
-    hc_mult: int
-    hc_sinkhorn_iters: int
-    hc_eps: float
-    rms_norm_eps: float
-    bos_token_id: int
-    eos_token_id: int
-    image_token_id: int | None = None
+    # the schedule of compressed KV
+    num_hidden_layers: int; compress_ratios: tuple
+    kv_source_layer_ids: tuple; index_source_layer_ids: tuple
+    index_n_heads: int; index_head_dim: int; index_topk: int
+    # experts
+    n_routed_experts: int; num_experts_per_tok: int; moe_intermediate_size: int
+    routed_scaling_factor: float; swiglu_limit: float
+    # ids
+    bos_token_id: int; eos_token_id: int; image_token_id: int | None = None
+    # two-level top-k
     candidate_source_layer_id: int | None = None
-    candidate_topk_blocks: int = 0
-    candidate_block_size: int = 1
-    engram_layer_ids: tuple = ()
-    engram_vocab_size: int = 0
-    engram_num_embeddings: tuple = ()
-    engram_max_ngram_size: int = 0
-    engram_n_heads: int = 0
-    engram_head_dim: int = 0
-    engram_pad_token_id: int = 0
-    engram_compressed_vocab_size: int = 0
-    num_nextn_predict_layers: int = 0
-    dspark_block_size: int = 0
-    dspark_noise_token_id: int = 0
-    dspark_target_layer_ids: tuple = ()
-    dspark_markov_rank: int = 0
-    dspark_n_routed_experts: int = 0
-    dspark_num_experts_per_tok: int = 0
-    vision_num_hidden_layers: int = 0
-    vision_hidden_size: int = 0
-    vision_intermediate_size: int = 0
-    vision_patch_size: int = 0
-    vision_downsample_ratio: int = 0
+    candidate_topk_blocks: int = 0; candidate_block_size: int = 1
+    # n-gram memory
+    engram_layer_ids: tuple = (); engram_num_embeddings: tuple = (); engram_vocab_size: int = 0
+    engram_max_ngram_size: int = 0; engram_n_heads: int = 0; engram_head_dim: int = 0
+    engram_pad_token_id: int = 0; engram_compressed_vocab_size: int = 0
+    # draft stages
+    num_nextn_predict_layers: int = 0; dspark_target_layer_ids: tuple = ()
+    dspark_block_size: int = 0; dspark_noise_token_id: int = 0; dspark_markov_rank: int = 0
+    dspark_n_routed_experts: int = 0; dspark_num_experts_per_tok: int = 0
+    # sizes of the image tensors, which are counted and never read
+    vision_config: dict = field(default_factory=dict)
     layers: tuple = field(init=False, default=())
 
     @classmethod
     def load(cls, path):
-        """Read config.json (composite with `text_config`, or flat); path: the file or its folder."""
+        """Read config.json, composite with `text_config` or flat; path: the file or its folder."""
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
@@ -162,11 +136,11 @@ class Config:
 
     @classmethod
     def read(cls, raw):
-        """Config from a config.json's dict; unknown keys and values it cannot honour are refused."""
+        """A config.json's dict -> Config; unknown keys and values not honoured are refused."""
         known, values = {f.name: f for f in fields(cls) if f.init}, {}
         for key, value in _flatten(raw):
             key = RENAMED.get(key, key)
-            name = key.replace(".", "_").replace("vision_config", "vision")
+            name = key.replace(".", "_")
             if key in REQUIRED:
                 need(value == REQUIRED[key], f"config.json: {key} is {value!r}; this engine "
                      f"computes {REQUIRED[key]!r} only")
@@ -175,20 +149,21 @@ class Config:
                 need(values.setdefault(name, value) == value, f"config.json: {key} is both "
                      f"{values[name]!r} and {value!r}")
             else:
-                need(key.split(".")[-1] in INERT or key.startswith("vision_config."),
-                     f"config.json: unknown key {key!r}")
-        lost = [n for n, f in known.items() if f.default is MISSING and n not in values]
+                need(key in INERT, f"config.json: unknown key {key!r}")
+        lost = [n for n, f in known.items() if n not in values
+                and f.default is f.default_factory is MISSING]
         need(not lost, f"config.json lacks {', '.join(lost)}")
         return cls(**values)
 
     def __post_init__(self):
         for f in fields(self):
             value, kind = getattr(self, f.name), f.type.split()[0]
-            types = {"int": (int,), "float": (int, float), "tuple": (tuple,)}[kind]
-            need(type(value) in types or value is None and "None" in f.type,
-                 f"config.json: {f.name} is {value!r}, not of type {kind}")
-            may_be_zero = f.default == 0 or f.name.endswith(("_id", "_ids"))
-            need(kind == "tuple" or value is None or value > 0 or value == 0 and may_be_zero,
+            if value is None and "None" in f.type:
+                continue
+            is_kind = type(value).__name__ in (kind, "int" if kind == "float" else kind)
+            need(is_kind, f"config.json: {f.name} is {value!r}, not of type {kind}")
+            least = 0 if f.default == 0 or f.name.endswith("_id") else 1e-30
+            need(kind in ("tuple", "dict") or value >= least,
                  f"config.json: {f.name} is {value!r}, which must be positive")
         self._check_sizes()
         object.__setattr__(self, "layers", _schedule(self))
@@ -199,16 +174,16 @@ class Config:
                            ("qk_rope_head_dim", 2), ("num_attention_heads", self.o_groups)):
             need(getattr(self, name) % unit == 0, f"config.json: {name} {getattr(self, name)} is "
                  f"not a multiple of {unit} (its quantizer's block, its pairs or its groups)")
-        for small, large in (("qk_rope_head_dim", "head_dim"), ("bos_token_id", "vocab_size"),
-                             ("qk_rope_head_dim", "index_head_dim"), ("eos_token_id", "vocab_size"),
-                             ("num_experts_per_tok", "n_routed_experts"),
-                             ("dspark_num_experts_per_tok", "dspark_n_routed_experts"),
-                             ("engram_compressed_vocab_size", "vocab_size"),
-                             ("engram_pad_token_id", "vocab_size"),
-                             ("dspark_noise_token_id", "vocab_size")):
-            a, b = getattr(self, small), getattr(self, large)
-            need(a < b or a == b and not small.endswith("_id"), f"config.json: {small} {a} is "
-                 f"outside its limit, {large} {b}")
+        for large, *smalls in (
+                ("head_dim", "qk_rope_head_dim"), ("index_head_dim", "qk_rope_head_dim"),
+                ("n_routed_experts", "num_experts_per_tok"),
+                ("dspark_n_routed_experts", "dspark_num_experts_per_tok"),
+                ("vocab_size", "engram_compressed_vocab_size", "bos_token_id", "eos_token_id",
+                 "engram_pad_token_id", "dspark_noise_token_id")):
+            for small in smalls:
+                a, b = getattr(self, small), getattr(self, large)
+                need(a + small.endswith("_id") <= b, f"config.json: {small} {a} is outside its "
+                     f"limit, {large} {b}")
         n = len(self.engram_layer_ids)
         need(len(self.engram_num_embeddings) == n, f"config.json: {n} engram layers but "
              f"{len(self.engram_num_embeddings)} engram_num_embeddings")
@@ -223,12 +198,12 @@ def _json(path):
 
 
 def _flatten(raw):
-    """(key, value) pairs: text_config's beside the top level's, other nested ones as outer.inner."""
+    """(key, value) pairs: text_config's like the top level's, other nested ones as outer.inner."""
     need(isinstance(raw, dict), "config.json does not hold an object")
     for key, value in raw.items():
         if key == "text_config":
             yield from _flatten(value)
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and key != "vision_config":
             yield from ((f"{key}.{inner}", v) for inner, v in value.items())
         elif value is not None:
             yield key, value
@@ -255,10 +230,11 @@ def _schedule(c):
         for good, why in (
                 (ratio in (0, 1, 2), f"has compress ratio {ratio}, not 0, 1 or 2"),
                 (ratio or not (is_kv or is_index), "is listed as a source but has ratio 0"),
-                (not ratio or kv is not None, "is an index source without keys: no KV source stands "
+                (not ratio or kv is not None, "is an index source without keys: no KV source is "
                  "at or before it" if is_index else "reads compressed KV before any KV source"),
                 (is_index or not is_kv, "is a KV source but no index source"),
-                (not ratio or ratio == ratios[kv or 0], f"has ratio {ratio}, unlike KV source {kv}"),
+                (not ratio or ratio == ratios[kv or 0], f"has ratio {ratio}, not that of its KV "
+                 f"source {kv}"),
                 (not reader or plans[cand].kv_source == kv, f"scores the keys of layer {kv}, the "
                  f"candidate source {cand} others")):
             need(good, f"config.json: layer {i} {why}")
@@ -272,60 +248,47 @@ def _schedule(c):
 # ================================================================================================
 # Checkpoint: the expected inventory, the mapped files, the memory plan
 # ================================================================================================
-# Every tensor of the published layout (architecture section 7). A line: family, format, then
-# `name shape` items; fp8 and fp4 stand for a .weight and a .scale. Letters: see `inventory`.
-TOP = """
-embedding,head  bf16  embed.weight V D; head.weight V D; norm.weight D"""
-BLOCK = """
-norms           bf16  attn_norm.weight D; ffn_norm.weight D; attn.q_norm.weight Q
-norms           bf16  attn.kv_norm.weight d
-mHC             f32   hc_attn_fn M SD; hc_attn_base M; hc_attn_scale 3
-mHC             f32   hc_ffn_fn M SD; hc_ffn_base M; hc_ffn_scale 3
-attention       fp8   attn.wq_a Q D; attn.wq_b Hd Q; attn.wkv d D; attn.wo_a GO Hd/G; attn.wo_b D GO
-attention       f32   attn.attn_sink H
-router          bf16  ffn.gate.weight E D
-router          f32   ffn.gate.bias E; ffn.gate.bias_vl E
-shared_expert   fp8   ffn.shared_experts.w1 F D; ffn.shared_experts.w2 D F
-shared_expert   fp8   ffn.shared_experts.w3 F D"""
-EXPERT = """
-experts         fp4   w1 F D; w2 D F; w3 F D"""
-INDEXER = """
-indexer         fp8   attn.indexer.wq_b HI Q
-indexer         bf16  attn.indexer.weights_proj.weight Hi D"""
-FULL = """
-indexer         bf16  attn.indexer.wk.weight di d; attn.indexer.k_norm.weight di
-compressor      bf16  attn.compressor.wkv.weight d D; attn.compressor.norm.weight d"""
-GATE = """
-compressor      bf16  attn.compressor.wgate.weight d D"""
-ENGRAM = """
-engram_tables   rows  engram.embed R w
-engram          fp8   engram.wkv S1D Cw
-engram          bf16  engram.q_weight S D; engram.k_weight S D"""
-DRAFT_FIRST = """
-draft_heads     fp8   main_proj D nD
-draft_heads     bf16  main_norm.weight D"""
-DRAFT_LAST = """
-draft_heads     bf16  norm.weight D; markov_head.embed.weight V m; markov_head.head.weight V m
-draft_heads     any   confidence_head.proj.weight 1 D+m"""
-VISION = """
-vision          bf16  vision.patch_embed.proj.weight v 3pp; vision.patch_embed.proj.bias v
-vision          bf16  vision.norm.weight v; aligner.w1.weight D av; aligner.w1.bias D
-vision          bf16  aligner.w2.weight D D; aligner.w2.bias D
-vision          bf16  image_start D; image_end D; image_newline D"""
-VISION_BLOCK = """
-vision          bf16  norm1.weight v; norm2.weight v; attn.wqkv.weight 3v v; attn.wqkv.bias 3v
-vision          bf16  attn.wo.weight v v; attn.wo.bias v; mlp.w1.weight 2i v; mlp.w2.weight v i"""
-FORMATS = {                                 # format -> [(suffix, accepted dtypes, shape of shape)]
-    "bf16": [("", ("BF16",), lambda *s: s)],
-    "f32": [("", ("F32",), lambda *s: s)],
-    "any": [("", ("F32", "BF16"), lambda *s: s)],
-    "fp8": [(".weight", ("F8_E4M3",), lambda *s: s),
-            (".scale", ("F8_E8M0",), lambda o, i: (-(-o // 32), -(-i // 32)))],
-    "fp4": [(".weight", ("I8",), lambda o, i: (o, i // 2)),
-            (".scale", ("F8_E8M0",), lambda o, i: (o, i // 32))],
-    "rows": [(".weight", ("F8_E4M3",), lambda *s: s),
-             (".scale", ("F8_E8M0",), lambda o, i: (o, i // 32))],
-}
+# Every tensor of the published layout (architecture section 7). A line: part, family, format, then
+# `name shape` items; the letters of shapes are those of `inventory`.
+LAYOUT = """
+top            head           bf16  embed.weight V D; head.weight V D; norm.weight D
+block          norms          bf16  attn_norm.weight D; ffn_norm.weight D
+block          norms          bf16  attn.q_norm.weight Q; attn.kv_norm.weight d
+block          mHC            f32   hc_attn_fn M SD; hc_attn_base M; hc_attn_scale 3
+block          mHC            f32   hc_ffn_fn M SD; hc_ffn_base M; hc_ffn_scale 3
+block          attention      fp8   attn.wq_a Q D; attn.wq_b Hd Q; attn.wkv d D
+block          attention      fp8   attn.wo_a GO Hd/G; attn.wo_b D GO
+block          attention      f32   attn.attn_sink H
+block          router         bf16  ffn.gate.weight E D
+block          router         f32   ffn.gate.bias E; ffn.gate.bias_vl E
+block          shared_expert  fp8   ffn.shared_experts.w1 F D; ffn.shared_experts.w2 D F
+block          shared_expert  fp8   ffn.shared_experts.w3 F D
+expert         experts        fp4   w1 F D; w2 D F; w3 F D
+index          indexer        fp8   attn.indexer.wq_b HI Q
+index          indexer        bf16  attn.indexer.weights_proj.weight Hi D
+full           indexer        bf16  attn.indexer.wk.weight di d; attn.indexer.k_norm.weight di
+full           compressor     bf16  attn.compressor.wkv.weight d D; attn.compressor.norm.weight d
+pair           compressor     bf16  attn.compressor.wgate.weight d D
+engram         engram_tables  rows  engram.embed R w
+engram         engram         fp8   engram.wkv S1D Cw
+engram         engram         bf16  engram.q_weight S D; engram.k_weight S D
+first_draft    draft_heads    fp8   main_proj D nD
+first_draft    draft_heads    bf16  main_norm.weight D
+last_draft     draft_heads    bf16  norm.weight D; markov_head.embed.weight V m
+last_draft     draft_heads    bf16  markov_head.head.weight V m
+last_draft     draft_heads    any   confidence_head.proj.weight 1 D+m
+vision         vision         bf16  vision.patch_embed.proj.weight v 3pp; vision.norm.weight v
+vision         vision         bf16  vision.patch_embed.proj.bias v; aligner.w1.weight D av
+vision         vision         bf16  aligner.w1.bias D; aligner.w2.weight D D; aligner.w2.bias D
+vision         vision         bf16  image_start D; image_end D; image_newline D
+vision_block   vision         bf16  norm1.weight v; norm2.weight v; attn.wqkv.weight 3v v
+vision_block   vision         bf16  attn.wqkv.bias 3v; attn.wo.weight v v; attn.wo.bias v
+vision_block   vision         bf16  mlp.w1.weight 2i v; mlp.w2.weight v i
+"""
+PLAIN = {"bf16": ("BF16",), "f32": ("F32",), "any": ("F32", "BF16")}         # accepted types
+PACKED = {"fp8": ("F8_E4M3", 1, 32), "fp4": ("I8", 2, 1), "rows": ("F8_E4M3", 1, 1)}
+# ^ a .weight [out, in] of that type with that many columns a byte, and a .scale for every so many
+#   rows and 32 columns
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8,
           "F8_E4M3": K.E4M3, "F8_E8M0": K.E8M0}
 
@@ -344,49 +307,53 @@ class Spec:
 
 
 def inventory(c):
-    """Config -> {name: Spec} of every tensor, text, draft and image: what a checkpoint must hold."""
-    D, S, H, d, G, m = (c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim, c.o_groups,
-                        c.dspark_markov_rank)
-    v, w, columns = (c.vision_hidden_size, c.engram_head_dim,
-                     (c.engram_max_ngram_size - 1) * c.engram_n_heads)
-    sizes = {
+    """Config -> {name: Spec} of every tensor, text, draft and image, that a checkpoint holds."""
+    D, S, H, d, m, w = (c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim,
+                        c.dspark_markov_rank, c.engram_head_dim)
+    Hi, di, stages = c.index_n_heads, c.index_head_dim, c.num_nextn_predict_layers
+    v, i, patch, down = (c.vision_config.get(x, 0) for x in (
+        "hidden_size", "intermediate_size", "patch_size", "downsample_ratio"))
+    letters = {
         "V": c.vocab_size, "D": D, "S": S, "H": H, "d": d, "Q": c.q_lora_rank, "M": (2 + S) * S,
-        "SD": S * D, "S1D": (S + 1) * D, "Hd": H * d, "Hd/G": H * d // G, "GO": G * c.o_lora_rank,
-        "F": c.moe_intermediate_size, "Hi": c.index_n_heads, "di": c.index_head_dim, "m": m,
-        "HI": c.index_n_heads * c.index_head_dim, "w": w, "Cw": columns * w, "D+m": D + m,
-        "nD": len(c.dspark_target_layer_ids) * D, "v": v, "3v": 3 * v, "1": 1, "3": 3,
-        "av": c.vision_downsample_ratio**2 * v, "3pp": 3 * c.vision_patch_size**2,
-        "i": c.vision_intermediate_size, "2i": 2 * c.vision_intermediate_size}
-    specs = {}
+        "SD": S * D, "S1D": (S + 1) * D, "Hd": H * d, "Hd/G": H * d // c.o_groups, "w": w, "m": m,
+        "GO": c.o_groups * c.o_lora_rank, "F": c.moe_intermediate_size, "Hi": Hi, "di": di,
+        "HI": Hi * di, "Cw": (c.engram_max_ngram_size - 1) * c.engram_n_heads * w, "D+m": D + m,
+        "nD": len(c.dspark_target_layer_ids) * D, "v": v, "3v": 3 * v, "i": i, "2i": 2 * i,
+        "av": down**2 * v, "3pp": 3 * patch**2, "1": 1, "3": 3}
+    parts, specs = {}, {}
+    for part, *line in (x.split(None, 3) for x in LAYOUT.strip().split("\n")):
+        parts.setdefault(part, []).append(line)
 
-    def add(table, prefix, draft="", **more):
-        for line in table.split("\n")[1:]:
-            family, form, items = line.split(None, 2)
-            for name, *letters in map(str.split, items.split(";")):
-                shape = [more[x] if x in more else sizes[x] for x in letters]
-                for suffix, dtypes, of in FORMATS[form]:
-                    specs[prefix + name + suffix] = Spec(dtypes, of(*shape), draft + family)
-
-    def block(prefix, n_experts, draft=""):
-        add(BLOCK, prefix, draft, E=n_experts)
-        for e in range(n_experts):
-            add(EXPERT, f"{prefix}ffn.experts.{e}.", draft)
-    add(TOP, "")
-    for p in c.layers:
-        at = f"layers.{p.index}."
-        block(at, c.n_routed_experts)
-        for table, there in ((INDEXER, p.mode in ("full", "reindex")), (FULL, p.mode == "full"),
-                             (GATE, p.mode == "full" and p.ratio == 2)):
-            add(table if there else "", at)
-        if p.engram is not None:
-            add(ENGRAM, at, R=c.engram_num_embeddings[p.engram])
-    for s in range(stages := c.num_nextn_predict_layers):
-        block(f"mtp.{s}.", c.dspark_n_routed_experts, "draft_")
-        add(DRAFT_FIRST if s == 0 else "", f"mtp.{s}.")
-        add(DRAFT_LAST if s == stages - 1 else "", f"mtp.{s}.")
-    add(VISION if c.vision_num_hidden_layers else "", "")
-    for n in range(c.vision_num_hidden_layers):
-        add(VISION_BLOCK, f"vision.blocks.{n}.")
+    def add(part, at="", draft="", **more):
+        for family, form, items in parts[part]:
+            for name, *shape in map(str.split, items.split(";")):
+                shape, name = tuple(more.get(x) or letters[x] for x in shape), at + name
+                if form in PLAIN:
+                    specs[name] = Spec(PLAIN[form], shape, draft + family)
+                    continue
+                (dtype, per_byte, rows), (n_out, n_in) = PACKED[form], shape
+                specs[name + ".weight"] = Spec((dtype,), (n_out, n_in // per_byte), draft + family)
+                specs[name + ".scale"] = Spec(("F8_E8M0",), (-(-n_out // rows), -(-n_in // 32)),
+                                              draft + family)
+    add("top")
+    for s in range(len(c.layers) + stages):
+        p, draft = (c.layers[s], "") if s < len(c.layers) else (None, "draft_")
+        at = f"mtp.{s - len(c.layers)}." if draft else f"layers.{s}."
+        E = c.dspark_n_routed_experts if draft else c.n_routed_experts
+        add("block", at, draft, E=E)
+        for e in range(E):
+            add("expert", f"{at}ffn.experts.{e}.", draft)
+        for part, there in (("index", p and p.mode in ("full", "reindex")),
+                            ("full", p and p.mode == "full"),
+                            ("pair", p and p.mode == "full" and p.ratio == 2),
+                            ("engram", p and p.engram is not None),
+                            ("first_draft", at == "mtp.0."),
+                            ("last_draft", at == f"mtp.{stages - 1}.")):
+            if there:
+                add(part, at, R=part == "engram" and c.engram_num_embeddings[p.engram])
+    for n in range(c.vision_config.get("num_hidden_layers", 0)):
+        add("vision_block", f"vision.blocks.{n}.")
+        add("vision")
     return specs
 
 
@@ -418,8 +385,8 @@ class Checkpoint:
         if not index.is_file():
             return {"model.safetensors": None}
         for name, shard in _json(index)["weight_map"].items():
-            need(Path(shard).name == shard != "..", f"{index.name}: {name} lies in {shard!r}, which "
-                 "is not a file of this folder")
+            need(Path(shard).name == shard != "..", f"{index.name}: {name} lies in {shard!r}, "
+                 "which is no file of this folder")
             shards.setdefault(shard, set()).add(name)
         return shards
 
@@ -428,22 +395,20 @@ class Checkpoint:
         if not path.is_file():
             raise FileNotFoundError(f"no {path.name} in {path.parent}")
         size, out = path.stat().st_size, {}
-        with open(path, "rb") as f:
-            n = int.from_bytes(f.read(8), "little")
-            need(8 <= size >= 8 + n, f"{path} is cut short or not a safetensors file")
-            try:
-                header = json.loads(f.read(n))
-            except ValueError:
-                raise ValueError(f"{path} has no safetensors header") from None
-            mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        for name in header.keys() - {"__metadata__"}:
-            t = header[name]
-            begin, end = t["data_offsets"]
-            dtype, shape = t["dtype"], tuple(t["shape"])
-            need(0 <= begin <= end <= size - 8 - n and (dtype not in DTYPES or end - begin
-                 == math.prod(shape) * DTYPES[dtype].itemsize), f"{path}: {name} lies at bytes "
-                 f"{begin}..{end} of {size - 8 - n}, which does not fit {dtype} {list(shape)}")
-            out[name] = mapped, dtype, shape, 8 + n + begin
+        try:
+            with open(path, "rb") as f:
+                n = int.from_bytes(f.read(8), "little")
+                header = json.loads(f.read(min(n, size)))
+                mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+            for name in header.keys() - {"__metadata__"}:
+                dtype, shape = header[name]["dtype"], tuple(header[name]["shape"])
+                begin, end = (8 + n + x for x in header[name]["data_offsets"])
+                out[name] = mapped, dtype, shape, begin
+                need(8 + n <= begin <= end <= size and (dtype not in DTYPES or end - begin
+                     == math.prod(shape) * DTYPES[dtype].itemsize), f"{name} has bytes {begin} to "
+                     f"{end} of {size}, which do not fit {dtype} {list(shape)}")
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{path} is damaged or no safetensors file: {e}") from None
         return out
 
     def packed(self, name):
@@ -459,7 +424,8 @@ class Checkpoint:
         names = [n for n in (name, name + ".weight", name + ".scale") if n in self.at]
         weight, scale = (*(self.packed(n) for n in names), None)[:2]
         check_scale(name, scale)
-        out = K.dequantize_weight(*(t if t is None else t.to(device) for t in (weight, scale)), dtype)
+        scale = None if scale is None else scale.to(device)
+        out = K.dequantize_weight(weight.to(device), scale, dtype)
         out = out.clone() if out.data_ptr() == weight.data_ptr() else out
         for n in names:
             self.advise(n, mmap.MADV_DONTNEED)
@@ -468,8 +434,8 @@ class Checkpoint:
     def advise(self, name, advice):
         """madvise over the pages of a tensor."""
         mapped, _, _, begin = self.at[name]
-        start = begin - begin % mmap.PAGESIZE
-        mapped.madvise(advice, start, begin + self.specs[name].nbytes - start)
+        page = begin - begin % mmap.PAGESIZE
+        mapped.madvise(advice, page, begin - page + self.specs[name].nbytes)
 
 
 def check_scale(name, scale):
@@ -494,15 +460,16 @@ def memory(c, dtype=torch.float32):
     held: vectors and mHC matrices in fp32. weights: all matrices, dequantized. largest: the largest
     one while --lazy uses it. token, page: global cache. sequence: window pages and open pairs.
     """
-    out = dict.fromkeys(("held", "weights", "largest"), 0)
+    out = {"held": 0, "weights": 0, "largest": 0}
     for name, spec in inventory(c).items():
-        n = math.prod(spec.shape) * (2 if spec.dtypes == ("I8",) else 1)
-        matrix = len(spec.shape) == 2 and spec.dtypes != ("F32",) and "k_weight" not in name \
-            and "q_weight" not in name
         if _loaded(name):
-            out["weights" if matrix else "held"] += n * (dtype.itemsize if matrix else 4)
-            use = spec.nbytes + n * dtype.itemsize + (4 * n if dtype.itemsize < 4 else 0)
-            out["largest"] = max(out["largest"], use * matrix)
+            n = math.prod(spec.shape) * (2 if spec.dtypes == ("I8",) else 1)
+            if len(spec.shape) == 1 or spec.dtypes == ("F32",) or name.endswith("_weight"):
+                out["held"] += 4 * n
+            else:
+                out["weights"] += n * dtype.itemsize
+                use = spec.nbytes + n * (dtype.itemsize + 4 * (dtype.itemsize < 4))
+                out["largest"] = max(out["largest"], use)
     d, di = c.head_dim, c.index_head_dim
     ratios = [c.layers[i].ratio for i in c.kv_source_layer_ids]
     out["page"] = sum((d // 2 + d // 16 + di // 2 + di // 32) * PAGE // r for r in ratios)
@@ -524,19 +491,19 @@ def plan(c, dtype=torch.float32, ranks=1):
     experts = sum(b for f, (_, b) in families.items() if f.endswith("experts"))
     tables = families.get("engram_tables", (0, 0))[1]
     kinds = ", ".join(f"{modes.count(x)} {x}" for x in dict.fromkeys(modes))
+    each = total - tables - experts + experts // ranks
     return "\n".join([
         f"{len(modes)} layers ({kinds}) and {c.num_nextn_predict_layers} draft stages",
         f"checkpoint: {len(specs):,} tensors, {_size(total)}",
         *(f"  {f:20}{n:>8,} tensors {_size(b):>10}" for f, (n, b) in families.items()),
         f"cache: {m['token']:g} bytes of global cache a token, {_size(m['page'])} a page of {PAGE}",
-        f"  {_size(m['sequence'])} more a sequence: the window pages of all layers, the open pairs",
-        f"  {_size(m['token'] * c.max_position_embeddings + m['sequence'])} for a full context of "
+        f"  {_size(m['sequence'])} more a sequence: its window pages, its open pairs",
+        f"  {_size(m['token'] * c.max_position_embeddings + m['sequence'])} for the full context, "
         f"{c.max_position_embeddings:,} tokens",
-        f"memory in {str(dtype)[6:]}: {_size(m['held'] + m['weights'])} with all weights dequantized",
-        f"  {_size(m['held'] + m['largest'])} at most with --lazy, which dequantizes them as they run",
-        f"each of {ranks} rank{'s' * (ranks > 1)}: {_size(total - tables - experts * (ranks - 1) // ranks)}"
-        f" packed, {_size(experts // ranks)} of it experts; {_size(tables)} of Engram tables mapped",
-    ])
+        f"memory in {str(dtype)[6:]}: {_size(m['held'] + m['weights'])} with weights dequantized",
+        f"  {_size(m['held'] + m['largest'])} with --lazy, which dequantizes them as they run",
+        f"ranks: {ranks}, each with {_size(each)} packed, {_size(experts // ranks)} of it experts,",
+        f"  and {_size(tables)} of Engram tables mapped from disk"])
 
 
 def _size(n):
@@ -558,20 +525,25 @@ FORMAT_TEXT = ("\n\n## Response Format:\n\nYou MUST strictly adhere to the follo
 
 
 class Mark(str):
-    """A template mark, told apart from text by its type: user text is never scanned for marks."""
+    """A template mark, told from text by its type: user text is never scanned for marks."""
 
 
 def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     """The V4.1 chat encoding (architecture section 12): messages -> list of Mark and text pieces.
 
     messages: dicts of role ("system", "user", "assistant", "latest_reminder") and content; a last
-    assistant message with prefix=True is left open for the model to continue. effort: low, high, max
-    or 1..100. response_format: a schema as a JSON string, or "json_object". Past reasoning is dropped.
+    assistant message with prefix=True is left open for the model to go on. effort: low, high, max
+    or 1..100. response_format: a JSON schema as a string, or "json_object". Past reasoning is
+    dropped.
     """
     need(messages, "a chat needs at least one message")
     effort = EFFORT.get(effort, effort)
     need(type(effort) is int and 1 <= effort <= 100, f"effort is {effort!r}, not 1..100, low, high "
          "or max")
+    for i, m in enumerate(messages):
+        need(m.get("role") in ("system", "user", "assistant", "latest_reminder") and isinstance(
+             m.get("content"), str) and not m.get("tool_calls"), f"message {i}: only system, user, "
+             "assistant and latest_reminder messages with a text as content are supported")
     first = messages[0]["role"] == "system"
     head = EFFORT_TEXT.format(effort) * thinking + (messages[0]["content"] if first else "")
     if response_format:
@@ -580,8 +552,6 @@ def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     pieces = [Mark(BOS)] + ([Mark(SYSTEM), head] if thinking or first or head else [])
     role = None
     for i, m in enumerate(messages[first:], first):
-        need(not m.get("tool_calls") and m["role"] in ("system", "user", "assistant",
-             "latest_reminder"), f"message {i}: role {m['role']!r} or tool calls are not supported")
         before, role = role, m["role"]
         if role == "assistant":
             is_open = bool(m.get("prefix")) and i == len(messages) - 1
@@ -605,11 +575,11 @@ class Prompt:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer.json in {folder}")
-        spec = json.loads(path.read_text("utf-8"))
+        spec = _json(path)
         self.bos, self.whole = bos, Tokenizer.from_str(json.dumps(spec))
-        self.added = {t["content"]: t["id"] for t in spec.get("added_tokens") or ()}
         self.plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
-        self._added_bytes = {i: s.encode() for s, i in self.added.items()}
+        self.added = {t["content"]: t["id"] for t in spec.get("added_tokens") or ()}
+        self.added_bytes = {i: s.encode() for s, i in self.added.items()}
 
     def encode(self, text):
         """Text -> ids. Marks in it stay plain text."""
@@ -639,8 +609,8 @@ class Prompt:
 
     def bytes(self, token):
         """The bytes of one id; b"" for an id that the tokenizer does not know."""
-        if token in self._added_bytes:
-            return self._added_bytes[token]
+        if token in self.added_bytes:
+            return self.added_bytes[token]
         return bytes(self._byte[ch] for ch in self.whole.id_to_token(token) or "")
 
     def decoder(self):
@@ -668,7 +638,7 @@ class Sequence:
         self.slot = None                 # row of the page tables and rings while it runs
         self.pages = []                  # global pages, in order of position; written by Cache
         self.window = {}                 # position // PAGE -> window page; written by Cache
-        self.decoder = decoder
+        self.decoder = decoder           # ids -> text (Prompt.decoder)
         self.text = ""                   # what may be shown so far
         self.finish_reason = None        # "stop", "length", "cancelled" or "error"
         self.times = [time.perf_counter()]       # creation, then every token
@@ -687,37 +657,52 @@ class Sequence:
                 "pages": -(-self.n_cached // PAGE)}
 
 
-class Cache:
-    """Packed rows in pages. A write goes to the slot of a position; lengths decide what is read.
+class Pool:
+    """Packed rows uint8 [page, rows a page, bytes] behind a page table [slot, sequence's page]."""
 
-    window   uint8 [layer, page, 128, d + d/32]             written by every attention layer
-    latents  {source: uint8 [page, 128/ratio, d/2 + d/16]}  written by a full layer's compressor
-    keys     {source: uint8 [page, 128/ratio, di/2 + di/32]}  likewise
-    ring     {source: fp32 [slot, 8, 2, d]}                 kv and gate of the last tokens, ratio 2
-    tables   int64 [slot, position // 128] -> page or -1; one for global pages, one for window pages
+    def __init__(self, table, n_pages, per_page, n_bytes):
+        self.table, self.per_page = table, per_page
+        self.rows = torch.empty(n_pages, per_page, n_bytes, dtype=torch.uint8, device=table.device)
+
+    def _at(self, slot, i):
+        i, n = i.clamp(min=0), self.per_page
+        return (self.table[slot, i // n] * n + i % n).clamp(min=0)
+
+    def write(self, slot, i, rows):
+        """rows [n, bytes] to the rows i [n] (positions or groups) of the sequences in slot [n]."""
+        self.rows.flatten(0, 1)[self._at(slot, i)] = rows
+
+    def read(self, slot, i):
+        """slot and i broadcast to [...] -> [..., bytes]; anything where no row i is held."""
+        return self.rows.flatten(0, 1)[self._at(slot, i)]
+
+
+class Cache:
+    """All that changes between tokens. A write goes to the row of a position; lengths decide what
+    is read, so nothing is ever undone.
+
+    window   per layer: d + d/32 bytes a token               written by every attention layer
+    latents  per KV source: d/2 + d/16 bytes a group         written by its compressor
+    keys     per KV source: di/2 + di/32 bytes a group       likewise
+    ring     per ratio-2 source: fp32 [slot, position % 8, 2, d], kv and gate of the last tokens
     """
 
     def __init__(self, c, max_batch, max_pages, chunk, device):
-        d, di, span = c.head_dim, c.index_head_dim, -(-c.max_position_embeddings // PAGE)
-        # every running sequence's window, and one step's rows, fit: window pages never run out
-        n_window = max_batch * (-(-c.sliding_window // PAGE) + 2) + -(-chunk // PAGE)
-
-        def rows(*shape):
-            return torch.empty(shape, dtype=torch.uint8, device=device)
-        self.W, self.ratio = c.sliding_window, {i: c.layers[i].ratio for i in c.kv_source_layer_ids}
-        self.window = rows(len(c.layers), n_window, PAGE, d + d // 32)
-        self.latents = {i: rows(max_pages, PAGE // n, d // 2 + d // 16)
-                        for i, n in self.ratio.items()}
-        self.keys = {i: rows(max_pages, PAGE // n, di // 2 + di // 32)
-                     for i, n in self.ratio.items()}
+        d, di, self.W = c.head_dim, c.index_head_dim, c.sliding_window
+        # room for every running sequence's window and for one step's rows: never runs out
+        n_window = max_batch * (-(-self.W // PAGE) + 2) + -(-chunk // PAGE)
+        n_pages = min(max_pages, -(-c.max_position_embeddings // PAGE))
+        self.global_table, self.window_table = torch.full((2, max_batch, n_pages), -1,
+                                                          device=device)
+        self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32) for _ in c.layers]
+        ratio = {i: c.layers[i].ratio for i in c.kv_source_layer_ids}
+        self.latents, self.keys = (
+            {i: Pool(self.global_table, max_pages, PAGE // r, n) for i, r in ratio.items()}
+            for n in (d // 2 + d // 16, di // 2 + di // 32))
         self.ring = {i: torch.empty(max_batch, RING, 2, d, device=device)
-                     for i, n in self.ratio.items() if n == 2}
-        self.global_table, self.window_table = torch.full(
-            (2, max_batch, min(max_pages, span)), -1, dtype=torch.int64, device=device)
-        self.n_pages, self.n_window = max_pages, n_window
-        self.free_slots = list(range(max_batch))[::-1]
-        self.free_pages = list(range(max_pages))[::-1]
-        self.free_window = list(range(n_window))[::-1]
+                     for i, r in ratio.items() if r == 2}
+        self.n_pages, self.free_slots = max_pages, list(range(max_batch))[::-1]
+        self.free_pages, self.free_window = (list(range(n))[::-1] for n in (max_pages, n_window))
 
     def admit(self, seq):
         """Take a slot and all global pages that seq can ever need; False if they are not free."""
@@ -750,42 +735,6 @@ class Cache:
             self.free_window += seq.window.values()
             seq.slot, seq.pages, seq.window = None, [], {}
 
-    @staticmethod
-    def _flat(table, slot, i, per_page):
-        """Row i of a sequence (its group or position) -> row of the pool; slot and i broadcast."""
-        i = i.clamp(min=0)
-        return (table[slot, i // per_page] * per_page + i % per_page).clamp(min=0)
-
-    def write_window(self, layer, slot, pos, rows):
-        """rows uint8 [n, d + d/32] of positions pos [n]."""
-        at = self._flat(self.window_table, slot, pos, PAGE)
-        self.window[layer].flatten(0, 1)[at] = rows
-
-    def read_window(self, layer, slot, pos):
-        """slot [T], pos [T, W] -> fp32 [T, W, d]; anything where pos is negative."""
-        at = self._flat(self.window_table, slot[:, None], pos, PAGE)
-        return K.dequantize_fp8(self.window[layer].flatten(0, 1)[at])
-
-    def _groups(self, pool, source, slot, group):
-        at = self._flat(self.global_table, slot, group, PAGE // self.ratio[source])
-        return pool[source].flatten(0, 1), at
-
-    def write_groups(self, source, slot, group, latents, keys):
-        """Packed latents and index keys [n, ...] of groups [n]."""
-        for pool, rows in ((self.latents, latents), (self.keys, keys)):
-            flat, at = self._groups(pool, source, slot, group)
-            flat[at] = rows
-
-    def read_latents(self, source, slot, group):
-        """slot [T], group [T, K] -> fp32 [T, K, d]; anything where group is -1."""
-        flat, at = self._groups(self.latents, source, slot[:, None], group)
-        return K.dequantize_latent(flat[at])
-
-    def read_keys(self, source, slot, n):
-        """The first n index keys of one sequence -> fp32 [n, di]."""
-        flat, at = self._groups(self.keys, source, slot, torch.arange(n, device=self.window.device))
-        return K.dequantize_index(flat[at])
-
 
 class Batch:
     """The rows of one forward, sequence after sequence, and what layers publish to later layers."""
@@ -811,8 +760,8 @@ class Batch:
                 past = F.pad(past, (N - 1 + n - len(past), 0), value=pad)
                 classes.append(past.unfold(0, N, 1).flip(1))
         self.ids, self.pos, self.slot = tensor(ids), tensor(pos), tensor(slot)      # [T] each
-        self.classes = torch.cat(classes) if ngram else None                       # [T, N], newest first
-        self.follows = F.pad(self.slot[1:] == self.slot[:-1], (1, 0))              # row t - 1 is pos - 1
+        self.classes = torch.cat(classes) if ngram else None     # [T, N], a token's own class first
+        self.follows = F.pad(self.slot[1:] == self.slot[:-1], (1, 0))     # row t - 1 is pos - 1
         self.tail = tensor([i for _, a, b, _ in self.spans for i in range(max(a, b - RING), b)])
         self.selection = {}              # index source -> int64 [T, K] groups, ascending, -1 padded
         self.candidates = None           # bool [T, blocks], from the candidate source
@@ -837,25 +786,17 @@ class Runtime:
 class Weights:
     """The checkpoint's tensors on their way into the model."""
 
-    def __init__(self, checkpoint, runtime, progress=None):
-        self.checkpoint, self.rt, self.progress = checkpoint, runtime, progress
-        self.n_taken, self.n_all = 0, sum(map(_loaded, checkpoint.specs))
+    def __init__(self, checkpoint, runtime):
+        self.checkpoint, self.rt = checkpoint, runtime
 
     def vector(self, name):
         """A norm, bias, sink or mHC parameter: fp32, always held."""
-        self._count()
         return self.checkpoint.dequantized(name, torch.float32, self.rt.device)
 
     def linear(self, name):
         """A matrix, as a Linear."""
-        self._count()
         return Linear(lambda: self.checkpoint.dequantized(name, self.rt.dtype, self.rt.device),
                       self.rt)
-
-    def _count(self):
-        self.n_taken += 1
-        if self.progress:
-            self.progress("loading", self.n_taken, self.n_all)
 
 
 class Linear:
@@ -911,9 +852,10 @@ class Compressor:
         group = pos // self.plan.ratio
         eps, rotate = self.c.rms_norm_eps, K.rotation(group * self.plan.ratio, self.frequencies)
         latent = K.rms_norm(latent, self.norm, eps).to(self.dtype)
-        key = K.rms_norm(self.wk(latent), self.k_norm, eps).to(self.dtype)  # from before the rotation
-        cache.write_groups(self.plan.index, slot, group, K.quantize_latent(K.rope(latent, *rotate)),
-                           K.quantize_index(K.rope(key, *rotate)))
+        key = K.rms_norm(self.wk(latent), self.k_norm, eps).to(self.dtype)   # before its rotation
+        i, latent, key = self.plan.index, K.rope(latent, *rotate), K.rope(key, *rotate)
+        cache.latents[i].write(slot, group, K.quantize_latent(latent))
+        cache.keys[i].write(slot, group, K.quantize_index(key))
 
     def _pair(self, kv, gate, batch, ring):
         """kv, gate fp32 [T, d] -> latents [n, d] and the n rows that complete a pair.
@@ -937,7 +879,7 @@ class Indexer:
         self.weights_proj = weights.linear(prefix + "indexer.weights_proj")
 
     def __call__(self, x, qr, batch, cache):
-        """x [T, D], qr [T, q_lora_rank] -> int64 [T, K]; the candidate source also publishes blocks."""
+        """x [T, D], qr [T, q_lora_rank] -> int64 [T, K]; the candidate source publishes blocks."""
         c, ratio = self.c, self.plan.ratio
         q = K.rope(self.wq_b(qr).unflatten(1, (c.index_n_heads, -1)), *batch.rope[True])
         q = K.dequantize_index(K.quantize_index(q))                         # [T, Hi, di]
@@ -948,7 +890,8 @@ class Indexer:
             batch.candidates = torch.zeros(len(q), n_blocks, dtype=torch.bool, device=q.device)
         selected = torch.full((len(q), c.index_topk), -1, device=q.device)
         for slot, first, last, start in batch.spans:
-            keys = cache.read_keys(self.plan.kv_source, slot, (start + last - first) // ratio)
+            group = torch.arange((start + last - first) // ratio, device=q.device)
+            keys = K.dequantize_index(cache.keys[self.plan.kv_source].read(slot, group))
             for a in range(first, last, ROWS) if len(keys) else ():
                 rows = slice(a, min(a + ROWS, last))
                 scores = self.scores(q[rows], w[rows], keys, visible[rows], batch, rows)
@@ -988,9 +931,10 @@ class Attention:
         """x [T, D] normed -> fp32 [T, D]; writes its window rows, and its groups if it is full."""
         c, plan, (cos, sin) = self.c, self.plan, batch.rope[self.plan.ratio > 0]
         qr = K.rms_norm(self.wq_a(x), self.q_norm, c.rms_norm_eps).to(self.rt.dtype)
-        q = K.rope(self.wq_b(qr).unflatten(1, (c.num_attention_heads, -1)), cos, sin)   # [T, H, d]
+        q = K.rope(self.wq_b(qr).unflatten(1, (c.num_attention_heads, -1)), cos, sin)  # [T, H, d]
         kv = K.rms_norm(self.wkv(x), self.kv_norm, c.rms_norm_eps).to(self.rt.dtype)
-        cache.write_window(plan.index, batch.slot, batch.pos, K.quantize_fp8(K.rope(kv, cos, sin)))
+        kv = K.quantize_fp8(K.rope(kv, cos, sin))
+        cache.window[plan.index].write(batch.slot, batch.pos, kv)
         if self.compressor:
             self.compressor(x, batch, cache)     # first: a token sees the group that it completes
         if self.indexer:
@@ -998,19 +942,19 @@ class Attention:
         o = torch.cat([self.attend(q[a : a + ROWS], batch, cache, slice(a, a + ROWS))
                        for a in range(0, len(q), ROWS)])
         o = K.rope(o, cos, -sin).to(self.rt.dtype).flatten(1).unflatten(1, (c.o_groups, -1))
-        blocks = self.wo_a.weight().unflatten(0, (c.o_groups, -1))          # [G, o_lora_rank, H*d/G]
+        blocks = self.wo_a.weight().unflatten(0, (c.o_groups, -1))      # [G, o_lora_rank, H*d/G]
         o = [K.linear(o[:, g], blocks[g], self.rt.block) for g in range(c.o_groups)]
         return self.wo_b(torch.cat(o, 1).to(self.rt.dtype))
 
     def attend(self, q, batch, cache, rows):
         """q [n, H, d] of these rows -> fp32 [n, H, d]; always W + K keys a row, masked."""
-        plan, slot, pos = self.plan, batch.slot[rows], batch.pos[rows]
-        seen = pos[:, None] + torch.arange(1 - self.c.sliding_window, 1, device=pos.device)  # [n, W]
-        kv = cache.read_window(plan.index, slot, seen)
+        plan, slot, pos = self.plan, batch.slot[rows, None], batch.pos[rows, None]
+        seen = pos + torch.arange(1 - self.c.sliding_window, 1, device=pos.device)      # [n, W]
+        kv = K.dequantize_fp8(cache.window[plan.index].read(slot, seen))                # [n, W, d]
         if plan.ratio:
-            group = batch.selection[plan.index_source][rows]                                # [n, K]
-            kv = torch.cat([kv, cache.read_latents(plan.kv_source, slot, group)], 1)
-            seen = torch.cat([seen, group], 1)
+            group = batch.selection[plan.index_source][rows]                            # [n, K]
+            latents = K.dequantize_latent(cache.latents[plan.kv_source].read(slot, group))
+            kv, seen = torch.cat([kv, latents], 1), torch.cat([seen, group], 1)
         return K.attend(q, kv, seen >= 0, self.sink)
 
 
@@ -1044,71 +988,6 @@ class MoE:
         return w2((weight * K.swiglu(w1(x), w3(x), self.c.swiglu_limit)).to(self.rt.dtype))
 
 
-# Engram: addresses. numpy promises no stable stream, so its generator stands here, on Python ints.
-def seed_sequence(entropy, n=8):
-    """numpy's SeedSequence(entropy).generate_state(n) as n uint32, for entropy below 2^32."""
-    m32, pool = 0xFFFFFFFF, []
-
-    def hasher(init, mult):
-        const = init
-
-        def step(value):
-            nonlocal const
-            value ^= const
-            const = const * mult & m32
-            value = value * const & m32
-            return value ^ value >> 16
-        return step
-    hashed = hasher(0x43B0D7E5, 0x931E8875)
-    pool = [hashed(x) for x in (entropy, 0, 0, 0)]
-    for src in range(4):
-        for dst in range(4):
-            if src != dst:
-                x = 0xCA01F9DD * pool[dst] - 0x4973F715 * hashed(pool[src]) & m32
-                pool[dst] = x ^ x >> 16
-    out = hasher(0x8B51F9DD, 0x58F38DED)
-    return [out(pool[i % 4]) for i in range(n)]
-
-
-def default_rng_integers(seed, bound, n):
-    """numpy.random.default_rng(seed).integers(0, bound, n): PCG64 XSL-RR, then Lemire's method."""
-    m64, m128, mult = 2**64 - 1, 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
-    s = seed_sequence(seed)
-    s = [s[i] | s[i + 1] << 32 for i in range(0, 8, 2)]
-    inc = ((s[2] << 64 | s[3]) << 1 | 1) & m128
-    state = ((inc + (s[0] << 64 | s[1])) * mult + inc) & m128
-    out = []
-    while len(out) < n:
-        state = (state * mult + inc) & m128
-        x, rot = (state >> 64 ^ state) & m64, state >> 122
-        product = ((x >> rot | x << (64 - rot)) & m64) * bound
-        if product & m64 >= (2**64 - bound) % bound:
-            out.append(product >> 64)
-    return out
-
-
-def engram_primes(c):
-    """[table][n - 2][head]: for every n anew the primes from engram_vocab_size up, none twice."""
-    taken, tables = set(), []
-
-    def next_prime(p):
-        while p in taken or any(p % q == 0 for q in range(2, math.isqrt(p) + 1)):
-            p += 1
-        taken.add(p)
-        return p
-    for rows in c.engram_num_embeddings:
-        table = []
-        for _ in range(c.engram_max_ngram_size - 1):
-            p, heads = c.engram_vocab_size - 1, []
-            for _ in range(c.engram_n_heads):
-                heads.append(p := next_prime(p + 1))
-            table.append(heads)
-        need(sum(map(sum, table)) == rows, f"config.json: an Engram table has {rows} rows, its "
-             f"primes sum to {sum(map(sum, table))}")
-        tables.append(table)
-    return tables
-
-
 def token_classes(prompt, c):
     """Token id -> class int64 [V]: ids whose text is equal once normalized share a class (6.1)."""
     n = normalizers
@@ -1130,17 +1009,16 @@ class Engram:
 
     def __init__(self, c, plan, weights, prefix):
         self.c, self.checkpoint, self.rt = c, weights.checkpoint, weights.rt
-        self.name, N = prefix + "embed", c.engram_max_ngram_size
+        self.name = prefix + "embed"
         self.checkpoint.advise(self.name + ".weight", mmap.MADV_RANDOM)      # no read-ahead
         self.wkv = weights.linear(prefix + "wkv")
-        self.q_weight, self.k_weight = (weights.vector(prefix + n) for n in ("q_weight", "k_weight"))
-        primes = torch.tensor(engram_primes(c)[plan.engram])                # [N - 1, heads]
-        self.primes = primes.to(self.rt.device)
-        self.offsets = (primes.flatten().cumsum(0) - primes.flatten()).view_as(primes).to(
-            self.rt.device)
-        bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
-        odd = [2 * x + 1 for x in default_rng_integers(10007 * plan.index, bound, N)]
-        self.multipliers = torch.tensor(odd, device=self.rt.device)         # [N], by look-back
+        self.q_weight, self.k_weight = (weights.vector(f"{prefix}{n}_weight") for n in "qk")
+        primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.rt.device)
+        need(int(primes.sum()) == c.engram_num_embeddings[plan.engram], f"config.json: the primes "
+             f"of layer {plan.index}'s Engram table sum to {int(primes.sum())}, not to its rows")
+        self.primes, flat = primes, primes.flatten()                        # [N - 1, heads]
+        self.offsets = (flat.cumsum(0) - flat).view_as(primes)
+        self.multipliers = torch.tensor(K.engram_multipliers(c, plan.index), device=self.rt.device)
 
     def __call__(self, h, batch):
         """h [T, S, D] -> like h."""
@@ -1181,10 +1059,13 @@ class Block:
 class Transformer:
     """The backbone: embedding, blocks, norm, head."""
 
-    def __init__(self, c, weights):
-        self.c, self.rt = c, weights.rt
-        self.embed = weights.checkpoint.packed("embed.weight").to(self.rt.device)     # [V, D], mapped
-        self.blocks = [Block(c, plan, weights) for plan in c.layers]
+    def __init__(self, c, weights, progress=None):
+        self.c, self.rt, self.blocks = c, weights.rt, []
+        self.embed = weights.checkpoint.packed("embed.weight").to(self.rt.device)       # [V, D]
+        for plan in c.layers:
+            self.blocks.append(Block(c, plan, weights))
+            if progress:
+                progress("loading layer", plan.index + 1, len(c.layers))
         self.norm, self.head = weights.vector("norm.weight"), weights.linear("head")
         self.frequencies = {x: K.rope_frequencies(c, x).to(self.rt.device) for x in (False, True)}
 
@@ -1231,10 +1112,11 @@ class Output:
     stats: dict
 
 
-def _memory_of(device):
-    if device != "cpu":
-        return torch.cuda.mem_get_info()[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def fits(m, device):
+    """Do the dequantized weights of memory() `m` fit on the device, with a fifth to spare?"""
+    there = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu" else
+             torch.cuda.mem_get_info()[1])
+    return m["held"] + m["weights"] <= 0.8 * there
 
 
 class Engine:
@@ -1258,44 +1140,42 @@ class Engine:
         tokens, default as many as the batch can use, within 2 GiB. chunk: most rows of one step.
         speculate and replay are accepted and change nothing: decoding is plain, prefill exact.
         """
-        for name, x in (("max_batch", max_batch), ("chunk", chunk), ("max_pages", max_pages or 1)):
-            need(type(x) is int and x >= 1, f"{name} is {x!r}, must be a whole number from 1")
+        for name, x in (("max_batch", max_batch), ("chunk", chunk), ("max_pages", max_pages)):
+            need(x is None or type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number "
+                 "from 1")
         need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: a step could not "
              "decode every request")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        need(device == "cpu" or torch.cuda.is_available(), f"device is {device!r}, but no GPU is seen")
+        need(device == "cpu" or torch.cuda.is_available(), f"device is {device!r}, but there is no "
+             "GPU")
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
         cfg = Config.load(folder)
-        m = memory(cfg, dtype)
+        m, most = memory(cfg, dtype), max_batch * -(-cfg.max_position_embeddings // PAGE)
         if max_pages is None:
-            most = max_batch * -(-cfg.max_position_embeddings // PAGE)
-            max_pages = max(1, min(most, 2**31 // max(1, m['page'])))
-        if lazy is None:
-            lazy = m['held'] + m['weights'] > 0.8 * _memory_of(device)
-        rt = Runtime(device, dtype, 16 if deterministic else None, lazy)
-        weights = Weights(Checkpoint(folder, cfg), rt, progress)
-        has_tokenizer = cfg.engram_layer_ids or (Path(folder) / "tokenizer.json").is_file()
-        prompt = Prompt(folder, cfg.bos_token_id) if has_tokenizer else None
+            max_pages = max(1, min(most, 2**31 // max(1, m["page"])))
+        rt = Runtime(device, dtype, 16 if deterministic else None,
+                     not fits(m, device) if lazy is None else lazy)
+        prompt = Prompt(folder, cfg.bos_token_id)
         classes = token_classes(prompt, cfg).to(device) if cfg.engram_layer_ids else None
-        return cls(cfg, Transformer(cfg, weights), prompt, rt, max_batch, max_pages, chunk, classes)
+        model = Transformer(cfg, Weights(Checkpoint(folder, cfg), rt), progress)
+        return cls(cfg, model, prompt, rt, max_batch, max_pages, chunk, classes)
 
     # -- requests ---------------------------------------------------------------------------------
     def _sequence(self, prompt, params, n_new):
         """A checked, not yet admitted Sequence; raises ValueError before any work."""
-        if isinstance(prompt, str):
-            need(self.prompt, "this checkpoint has no tokenizer.json: give the prompt as ids")
-            prompt = self.prompt.raw(prompt)
-        ids, V = [operator.index(i) for i in prompt], self.cfg.vocab_size
+        ids = self.prompt.raw(prompt) if isinstance(prompt, str) else list(prompt)
+        V, image, most = (self.cfg.vocab_size, self.cfg.image_token_id,
+                          self.cfg.max_position_embeddings)
         need(ids, "the prompt is empty: give at least one id")
-        bad = next((i for i in ids if not 0 <= i < V), None)
-        need(bad is None, f"token id {bad} is outside the vocabulary 0..{V - 1}")
-        need(params is None or self.cfg.image_token_id not in ids, f"token id {self.cfg.image_token_id} is an image: "
-             "this engine reads text only")
-        limit, most = len(ids) + n_new, self.cfg.max_position_embeddings
-        need(limit <= most, f"{len(ids)} prompt and {n_new} new tokens exceed the context of {most}")
-        need(-(-limit // PAGE) <= self.cache.n_pages, f"{len(ids)} prompt and {n_new} new tokens need "
-             f"{-(-limit // PAGE)} pages of {PAGE}, the pool has {self.cache.n_pages}")
-        return Sequence(ids, params, limit, self.prompt and self.prompt.decoder())
+        for i in ids:
+            need(type(i) is int and 0 <= i < V, f"token id {i!r} is not one of 0..{V - 1}")
+            need(i != image or params is None, f"token id {i} is an image: this engine reads text")
+        size = f"{len(ids)} prompt and {n_new} new tokens"
+        n_pages = -(-(len(ids) + n_new) // PAGE)
+        need(len(ids) + n_new <= most, f"{size} exceed the context of {most}")
+        need(n_pages <= self.cache.n_pages, f"{size} need {n_pages} pages of {PAGE} tokens, the "
+             f"pool has {self.cache.n_pages}")
+        return Sequence(ids, params, len(ids) + n_new, self.prompt.decoder())
 
     def submit(self, prompt, params=SamplingParams()):
         """Queue one prompt (a string or ids); -> its Sequence, which `step` moves on."""
@@ -1351,19 +1231,18 @@ class Engine:
         token = K.sample(logits, p.temperature, p.top_p, p.seed, len(seq.ids))
         seq.times.append(time.perf_counter())
         stop = token == self.cfg.eos_token_id and not p.ignore_eos
-        if not stop:
-            seq.ids.append(token)
+        seq.ids += [] if stop else [token]
         end = "stop" if stop else "length" if len(seq.new) == p.max_tokens else None
-        if seq.decoder:
-            seq.text += seq.decoder(seq.ids[len(seq.ids) - (not stop) :], last=bool(end))
+        seq.text += seq.decoder([] if stop else [token], last=end is not None)
         if end:
             self.cancel(seq, end)
 
-    # -- the public calls ------------------------------------------------------------------------
+    # -- the public calls -------------------------------------------------------------------------
     def logits(self, ids, chunks=None):
         """Exact prefill of a fresh sequence: ids [n] -> logits fp32 [n, V] of every position.
 
         chunks: sizes that sum to n, to cut the prompt there (it is also cut at the engine's chunk).
+        Image ids are taken as the text tokens of their embedding. All pages come back.
         """
         seq = self._sequence(ids, None, 0)
         chunks = [len(seq.ids)] if chunks is None else list(chunks)
@@ -1393,8 +1272,12 @@ class Engine:
         return [Output(s.new, s.text, s.finish_reason, s.stats()) for s in seqs]
 
     def stream(self, prompt, params=SamplingParams()):
-        """Yields the text of one prompt as it is made; closing the generator cancels the request."""
-        seq, shown = self.submit(prompt, params), 0
+        """-> iterator of the text of one prompt, as it is made; closing it cancels the request."""
+        return self._pieces(self._sequence(prompt, params, params.max_tokens))
+
+    def _pieces(self, seq):
+        self.waiting.append(seq)
+        shown = 0
         try:
             while not seq.finish_reason:
                 self.step()
@@ -1411,7 +1294,8 @@ class Engine:
 def progress(what, done, of):
     """A line on stderr that overwrites itself, if a person is watching."""
     if sys.stderr.isatty():
-        print(f"\r{what} {done}/{of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
+        end = "\n" if done == of else ""
+        print(f"\r{what} {done}/{of}", end=end, file=sys.stderr, flush=True)
 
 
 def arguments(argv):
@@ -1444,15 +1328,16 @@ def arguments(argv):
 def run(args):
     """Print the plan, or the continuation of one prompt as it is made."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype]
+    ranks = int(os.environ.get("WORLD_SIZE", 1))                     # set by torchrun
     if args.plan:
-        print(plan(Config.load(args.model), dtype or torch.bfloat16, args.ranks))
+        print(plan(Config.load(args.model), dtype or torch.float32, args.ranks))
         return
-    need(int(os.environ.get("WORLD_SIZE", 1)) == 1, "this version runs on one rank, not "
-         f"{os.environ.get('WORLD_SIZE')}")
+    need(ranks == 1, f"this version runs on one rank, not on {ranks}")
     path = Path(args.model) / "generation_config.json"
     defaults = _json(path) if path.is_file() else {}
-    temperature, top_p = (defaults.get(n, d) if v is None else v for n, v, d in (
-        ("temperature", args.temperature, 0.0), ("top_p", args.top_p, 1.0)))
+    temperature, top_p = (defaults.get(name, otherwise) if given is None else given
+                          for name, given, otherwise in (("temperature", args.temperature, 0.0),
+                                                         ("top_p", args.top_p, 1.0)))
     params = SamplingParams(args.max_tokens, temperature, top_p, args.seed)
     engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
                          max_batch=1, progress=progress)
@@ -1471,7 +1356,7 @@ def run(args):
 
 
 def main(argv=None):
-    """Run the command line; -> exit status. What a user can get wrong ends in one line, status 2."""
+    """Run the command line; -> exit status. A user's mistake ends in one line and status 2."""
     try:
         run(arguments(argv))
         return 0
