@@ -4,13 +4,13 @@ Each operation stands here once, as the few lines of PyTorch that say what it me
 holds the parameters and the state and calls these. They run on any device, in fp32 inside.
 
 Sections, in reading order:
-    Number formats   FP8 and FP4 quantizers, packed rows, dequantized weights
-    Dense            linear, rms_norm, rope, swiglu
-    mHC              the mix of the S residual streams around every sublayer
-    Sparse attention pair pooling, index scores, top-k with its tie rule, candidates, attention
-    Experts          the router
-    Engram           n-gram hash and the gated write into the streams
-    Sampling         counter-based Gumbel noise, top-p, one token
+    Number formats    FP8 and FP4 quantizers, packed rows, dequantized weights
+    Dense             linear, rms_norm, rope, swiglu
+    mHC               the mix of the S residual streams around every sublayer
+    Sparse attention  pair pooling, index scores, top-k with its tie rule, candidates, attention
+    Experts           the router
+    Engram            n-gram hash and the gated write into the streams
+    Sampling          counter-based Gumbel noise, top-p, one token
 
 Dimension letters (the same in nanoflash.py): T tokens (rows of a ragged batch), D hidden size,
 H heads, d head dim, r rotated channels, S residual streams, W window, K selected groups, E experts,
@@ -147,9 +147,10 @@ def linear(x, w, block=None):
     x, w = x.float(), w.float()
     if block is None:
         return x @ w.T
-    n_rows = x.shape[0]
+    n_rows, n_out = x.shape[0], w.shape[0]
+    w = w.expand(2, -1) if n_out == 1 else w     # a single column sums in another order
     x = F.pad(x, (0, 0, 0, -n_rows % block)).view(-(-n_rows // block), block, x.shape[1])
-    return torch.bmm(x, w.T.expand(x.shape[0], -1, -1)).flatten(0, 1)[:n_rows]
+    return torch.bmm(x, w.T.expand(x.shape[0], -1, -1)).flatten(0, 1)[:n_rows, :n_out]
 
 
 def rms_norm(x, weight, eps):
@@ -320,6 +321,8 @@ def attend(q, kv, visible, sink):
     One softmax over all L rows of a token; the per-head logit sink [H] joins the denominator only.
     Scale d^-0.5. A query that sees nothing returns zeros. Invisible rows may hold anything (NaN).
     """
+    if kv.shape[1] == 1:                                 # a single row sums in another order
+        kv, visible = F.pad(kv, (0, 0, 0, 1)), F.pad(visible, (0, 1))
     kv = kv.masked_fill(~visible[:, :, None], 0)
     logits = torch.bmm(q, kv.transpose(1, 2)) * q.shape[-1] ** -0.5             # [T, H, L]
     logits = logits.masked_fill(~visible[:, None], -torch.inf)

@@ -36,7 +36,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -52,7 +52,7 @@ DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "golden"
 # ================================================================================================
 # Config: config.json, checked, and one LayerPlan per layer
 # ================================================================================================
-# Keys that change the arithmetic, and the one value of each that this engine computes.
+# keys that change the arithmetic, and the one value of each that this engine computes.
 REQUIRED = {
     "hidden_act": "silu", "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
     "norm_topk_prob": True, "attention_bias": False, "n_shared_experts": 1,
@@ -61,7 +61,7 @@ REQUIRED = {
     "quantization_config.weight_block_size": [32, 32], "quantization_config.scale_fmt": "ue8m0",
     "quantization_config.activation_scheme": "dynamic", "rope_scaling.rope_type": "yarn",
 }
-# Keys that say nothing about the arithmetic of text.
+# keys that say nothing about the arithmetic of text.
 INERT = {
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache",
     "initializer_range", "attention_dropout", "pad_token_id", "auto_map",
@@ -324,25 +324,32 @@ def inventory(c):
     for part, *line in (x.split(None, 3) for x in LAYOUT.strip().split("\n")):
         parts.setdefault(part, []).append(line)
 
-    def add(part, at="", draft="", **more):
+    def expand(part, **more):
+        out = {}
         for family, form, items in parts[part]:
             for name, *shape in map(str.split, items.split(";")):
-                shape, name = tuple(more.get(x) or letters[x] for x in shape), at + name
+                shape = tuple(more.get(x) or letters[x] for x in shape)
                 if form in PLAIN:
-                    specs[name] = Spec(PLAIN[form], shape, draft + family)
+                    out[name] = Spec(PLAIN[form], shape, family)
                     continue
                 (dtype, per_byte, rows), (n_out, n_in) = PACKED[form], shape
-                specs[name + ".weight"] = Spec((dtype,), (n_out, n_in // per_byte), draft + family)
-                specs[name + ".scale"] = Spec(("F8_E8M0",), (-(-n_out // rows), -(-n_in // 32)),
-                                              draft + family)
-    add("top")
+                scale = -(-n_out // rows), -(-n_in // 32)
+                out[name + ".weight"] = Spec((dtype,), (n_out, n_in // per_byte), family)
+                out[name + ".scale"] = Spec(("F8_E8M0",), scale, family)
+        return out
+
+    def add(at, part_specs, draft=""):
+        for name, spec in part_specs.items():
+            specs[at + name] = replace(spec, family=draft + spec.family) if draft else spec
+    add("", expand("top"))
+    expert = expand("expert")
     for s in range(len(c.layers) + stages):
         p, draft = (c.layers[s], "") if s < len(c.layers) else (None, "draft_")
         at = f"mtp.{s - len(c.layers)}." if draft else f"layers.{s}."
         E = c.dspark_n_routed_experts if draft else c.n_routed_experts
-        add("block", at, draft, E=E)
+        add(at, expand("block", E=E), draft)
         for e in range(E):
-            add("expert", f"{at}ffn.experts.{e}.", draft)
+            add(f"{at}ffn.experts.{e}.", expert, draft)
         for part, there in (("index", p and p.mode in ("full", "reindex")),
                             ("full", p and p.mode == "full"),
                             ("pair", p and p.mode == "full" and p.ratio == 2),
@@ -350,10 +357,10 @@ def inventory(c):
                             ("first_draft", at == "mtp.0."),
                             ("last_draft", at == f"mtp.{stages - 1}.")):
             if there:
-                add(part, at, R=part == "engram" and c.engram_num_embeddings[p.engram])
+                add(at, expand(part, R=part == "engram" and c.engram_num_embeddings[p.engram]))
     for n in range(c.vision_config.get("num_hidden_layers", 0)):
-        add("vision_block", f"vision.blocks.{n}.")
-        add("vision")
+        add(f"vision.blocks.{n}.", expand("vision_block"))
+        add("", expand("vision"))
     return specs
 
 
@@ -427,15 +434,14 @@ class Checkpoint:
         scale = None if scale is None else scale.to(device)
         out = K.dequantize_weight(weight.to(device), scale, dtype)
         out = out.clone() if out.data_ptr() == weight.data_ptr() else out
-        for n in names:
-            self.advise(n, mmap.MADV_DONTNEED)
+        self.at[names[0]][0].madvise(mmap.MADV_DONTNEED)
         return out
 
-    def advise(self, name, advice):
-        """madvise over the pages of a tensor."""
+    def read_at_random(self, name):
+        """Tell the system not to read ahead in this tensor."""
         mapped, _, _, begin = self.at[name]
         page = begin - begin % mmap.PAGESIZE
-        mapped.madvise(advice, page, begin - page + self.specs[name].nbytes)
+        mapped.madvise(mmap.MADV_RANDOM, page, begin - page + self.specs[name].nbytes)
 
 
 def check_scale(name, scale):
@@ -454,14 +460,14 @@ def _loaded(name):
                 or ".engram.embed." in name or name.endswith((".scale", "bias_vl")))
 
 
-def memory(c, dtype=torch.float32):
+def memory(c, dtype=torch.float32, specs=None):
     """Config -> bytes by use, for activations (and dequantized weights) of dtype.
 
     held: vectors and mHC matrices in fp32. weights: all matrices, dequantized. largest: the largest
     one while --lazy uses it. token, page: global cache. sequence: window pages and open pairs.
     """
     out = {"held": 0, "weights": 0, "largest": 0}
-    for name, spec in inventory(c).items():
+    for name, spec in (specs or inventory(c)).items():
         if _loaded(name):
             n = math.prod(spec.shape) * (2 if spec.dtypes == ("I8",) else 1)
             if len(spec.shape) == 1 or spec.dtypes == ("F32",) or name.endswith("_weight"):
@@ -483,8 +489,9 @@ def plan(c, dtype=torch.float32, ranks=1):
     """The text of --plan: inventory by family, cache, memory, bytes a rank. Opens no weights."""
     for n in filter(None, (c.n_routed_experts, c.dspark_n_routed_experts)):
         need(ranks >= 1 and n % ranks == 0, f"{n} experts cannot be divided over {ranks} ranks")
-    families, m, modes = {}, memory(c, dtype), [p.mode for p in c.layers]
-    for spec in (specs := inventory(c)).values():
+    specs = inventory(c)
+    families, m, modes = {}, memory(c, dtype, specs), [p.mode for p in c.layers]
+    for spec in specs.values():
         count, total = families.get(spec.family, (0, 0))
         families[spec.family] = count + 1, total + spec.nbytes
     total = sum(b for _, b in families.values())
@@ -1010,7 +1017,7 @@ class Engram:
     def __init__(self, c, plan, weights, prefix):
         self.c, self.checkpoint, self.rt = c, weights.checkpoint, weights.rt
         self.name = prefix + "embed"
-        self.checkpoint.advise(self.name + ".weight", mmap.MADV_RANDOM)      # no read-ahead
+        self.checkpoint.read_at_random(self.name + ".weight")
         self.wkv = weights.linear(prefix + "wkv")
         self.q_weight, self.k_weight = (weights.vector(f"{prefix}{n}_weight") for n in "qk")
         primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.rt.device)

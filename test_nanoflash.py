@@ -1,0 +1,1642 @@
+"""Tests of nanoflash. Each says what fault it would catch; the slow reference comes first.
+
+    pytest              everything that a change needs, in a few minutes on two cores
+    pytest -m long      the full fuzz counts
+
+Evidence: docs/golden, a tiny random checkpoint in the published layout with outputs computed by an
+independent implementation; checkpoints of other shapes that the tests write themselves; no real
+weights. Bits are compared where deterministic mode promises them; elsewhere the tolerances are
+those of docs/golden/README.md.
+"""
+import ast
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, normalizers as norms
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels as K
+import nanoflash as nf
+
+torch.set_num_threads(1)            # small ops: a second thread costs more than it brings
+HERE = Path(nf.__file__).parent
+GOLDEN = HERE / "docs" / "golden"
+G = load_file(GOLDEN / "golden.safetensors")
+SEQUENCES = ("rand1", "rand2", "rand5", "rand37", "text37", "rand200", "text200")
+IDS = {s: G[f"{s}.ids"].tolist() for s in SEQUENCES}
+RELEASED = json.loads((GOLDEN / "config_released.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------------
+# The slow reference: one differentiable fp32 forward with plain masks
+# ------------------------------------------------------------------------------------------------
+# One sequence, all recomputed, no cache; it shares no code with the engine that it judges. Sections
+# are those of the architecture. G here is the number of groups; quant=False leaves caches exact.
+def dequantize(weight, scale):
+    """Weight [out, in] (e2m1 pairs: [out, in/2]), scale or None -> fp32 [out, in]."""
+    if scale is None:
+        return weight.float()
+    if weight.dtype == torch.int8:  # the even column is in the low nibble
+        e2m1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
+        weight = e2m1[torch.stack((weight & 15, weight >> 4 & 15), -1).flatten(1).long()]
+    height = 1 if len(scale) == len(weight) else 32
+    scale = scale.float().repeat_interleave(height, 0).repeat_interleave(32, 1)
+    return weight.float() * scale[:weight.shape[0], :weight.shape[1]]
+
+
+def quantize(x, cache):
+    """X [..., n] -> x [..., n] as the cache gives it back; the gradient passes as is."""
+    block, least, largest = {"fp8": (32, 1e-4, 448), "nvfp4": (16, 6 * 2**-9, 6),
+                             "mxfp4": (32, 6 * 2**-126, 6)}[cache]
+    y = x.detach().unflatten(-1, (-1, block))
+    scale = y.abs().amax(-1, keepdim=True).clamp(min=least) / largest
+    if cache == "nvfp4":
+        scale = scale.clamp(max=448).to(torch.float8_e4m3fn).float()
+    else:  # 2^ceil(log2): 23 ones carry out of every mantissa but zero
+        scale = (scale.view(torch.int32) + 0x7FFFFF & ~0x7FFFFF).view(torch.float32)
+    y = (y / scale).clamp(-largest, largest)
+    step = torch.where(y.abs() < 2, .5, torch.where(y.abs() < 4, 1., 2.))  # of the e2m1 grid
+    y = y.to(torch.float8_e4m3fn).float() if cache == "fp8" else (y / step).round() * step
+    return (y * scale).flatten(-2) - (x.detach() - x)  # minus +0 keeps every bit, even those of -0
+
+
+def token_classes(tokenizer, vocab_size):
+    """The class of each id [vocab]; ids that read alike share one."""
+    normalizer = norms.Sequence([
+        norms.NFKC(), norms.NFD(), norms.StripAccents(), norms.Lowercase(),
+        norms.Replace(Regex(r"[ \t\r\n]+"), " "), norms.Replace(Regex("^ $"), "\ue000"),
+        norms.Strip(), norms.Replace("\ue000", " ")])
+    classes, of_key = [], {}
+    for i in range(vocab_size):
+        text = tokenizer.decode([i], skip_special_tokens=False)
+        broken = "\ufffd" in text  # part of a character: only the raw string tells which
+        key = tokenizer.id_to_token(i) if broken else normalizer.normalize_str(text) or text
+        classes.append(of_key.setdefault(key, len(of_key)))
+    return torch.tensor(classes)
+
+
+def engram_tables(config):
+    """Primes, offsets [engram layers, (N-1) * heads], multipliers [layers, N]."""
+    layers, N = config["engram_layer_ids"], config["engram_max_ngram_size"]
+    primes, heads = [], config["engram_n_heads"]
+    for i in range(len(layers) * (N - 1) * heads):  # each n starts anew, no prime is taken twice
+        prime = primes[-1] + 1 if i % heads else config["engram_vocab_size"]
+        while prime in primes or any(prime % k == 0 for k in range(2, math.isqrt(prime) + 1)):
+            prime += 1
+        primes.append(prime)
+    primes = torch.tensor(primes).view(len(layers), -1)
+    bound = max(1, (2**63 - 1) // config["engram_compressed_vocab_size"] // 2)
+    draws = [numpy.random.default_rng(10007 * layer).integers(0, bound, N) for layer in layers]
+    return primes, primes.cumsum(1) - primes, torch.tensor(numpy.stack(draws)) * 2 + 1
+
+
+def rank(score):
+    """score [n,m] -> the place of each in its row [n,m]: 0 is the highest, the left wins a tie."""
+    return score.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+
+
+class Reference:
+    """The model as formulas over `params`: checkpoint name -> fp32 tensor."""
+
+    def __init__(self, config, params, token_map, quant=True):
+        """config: the text_config; token_map [vocab]; quant=False: caches keep what they get."""
+        self.config, self.params, self.token_map = config, params, token_map
+        self.tables = engram_tables(config)
+        self.stored = quantize if quant else lambda x, cache: x
+
+    @classmethod
+    def load(cls, folder, quant=True):
+        """Folder with config.json, model.safetensors, tokenizer.json -> Reference."""
+        with open(f"{folder}/config.json") as file:
+            config = json.load(file)["text_config"]
+        tensors = load_file(f"{folder}/model.safetensors")
+        params = {name: dequantize(tensor, tensors.get(name.removesuffix("weight") + "scale"))
+                  for name, tensor in tensors.items() if not name.endswith(".scale")}
+        tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+        return cls(config, params, token_classes(tokenizer, config["vocab_size"]), quant)
+
+    def forward(self, ids, trace=None, image=None):
+        """Ids [T] -> logits [T,vocab]. `image`: (mask [T], embeddings [T,D]) of image tokens.
+        Fills the dict `trace`, where a layer also finds what the last source layer published."""
+        c, p, T, trace = self.config, self.params, len(ids), {} if trace is None else trace
+        x = p["embed.weight"][ids]
+        image, embeds = image or (torch.zeros(T, dtype=torch.bool), x)
+        h = torch.where(image[:, None], embeds, x)[:, None].repeat(1, c["hc_mult"], 1)  # [T,S,D]
+        pre = torch.eye(c["hc_mult"])[0].expand(T, -1)  # [T,S]
+        trace["image"], trace["hash_ids"] = image, self.engram_rows(ids, image)
+        for i in range(c["num_hidden_layers"]):
+            if i in c["engram_layer_ids"]:
+                h = trace[f"engram_out.L{i}"] = self.engram(h, i, trace)
+            for kind, sublayer in ("attn", self.attention), ("ffn", self.moe):
+                x = self.norm(torch.einsum("ts,tsd->td", pre, h), f"layers.{i}.{kind}_norm.weight")
+                pre, post, comb = self.mixes(h, f"layers.{i}.hc_{kind}")  # pre: for the next one
+                y = trace[f"{kind}_out.L{i}"] = sublayer(x, i, trace)
+                h = post[..., None] * y[:, None] + torch.einsum("tjk,tjd->tkd", comb, h)
+            trace[f"streams.L{i}"], trace[f"pre_mix.L{i}"] = h, pre
+        entering = [trace[f"streams.L{i - 1}"].mean(1) for i in c["dspark_target_layer_ids"]]
+        trace["features"] = torch.cat(entering, -1)
+        x = trace["final_norm"] = self.norm(torch.einsum("ts,tsd->td", pre, h), "norm.weight")
+        return x @ p["head.weight"].T
+
+    def norm(self, x, name):
+        """x [..., n] -> [..., n]: root mean square 1, then the weight called `name`."""
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * self.params[name]
+
+    def mixes(self, h, name):
+        """H [T,S,D] -> pre [T,S], post [T,S], comb [T,S,S]."""
+        S, eps, x = h.shape[1], self.config["hc_eps"], h.flatten(1)
+        fn, scale, base = (self.params[f"{name}_{part}"] for part in ("fn", "scale", "base"))
+        x = x @ fn.T * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        pre = (x[:, :S] * scale[0] + base[:S]).sigmoid() + eps
+        post = 2 * (x[:, S:2 * S] * scale[1] + base[S:2 * S]).sigmoid()
+        comb = (x[:, 2 * S:] * scale[2] + base[2 * S:]).unflatten(1, (S, S)).softmax(-1) + eps
+        for axis in [-2] + [-1, -2] * (self.config["hc_sinkhorn_iters"] - 1):
+            comb = comb / (comb.sum(axis, keepdim=True) + eps)
+        return pre, post, comb
+
+    def engram_rows(self, ids, dead):
+        """Ids [T], dead [T] -> table rows [T, engram layers, (N-1) * heads]."""
+        primes, offsets, multipliers = self.tables
+        pad = int(self.token_map[self.config["engram_pad_token_id"]])
+        slot, rolling = self.token_map[ids].masked_fill(dead, pad), [0]
+        for multiplier in multipliers.T:
+            rolling.append(rolling[-1] ^ slot[:, None] * multiplier)  # [T, engram layers]
+            # One step further back: a dead token hides itself and all that lies behind it.
+            slot = F.pad(slot, (1, -1), value=pad).masked_fill(dead, pad)
+        rolling = torch.stack(rolling[2:], -1)  # [T, engram layers, N-1]
+        return rolling.repeat_interleave(self.config["engram_n_heads"], -1) % primes + offsets
+
+    def engram(self, h, layer, trace):
+        """H [T,S,D] -> [T,S,D]."""
+        (T, S, D), p, name = h.shape, self.params, f"layers.{layer}.engram."
+        rows = trace["hash_ids"][:, self.config["engram_layer_ids"].index(layer)]
+        kv = p[name + "embed.weight"][rows].flatten(1) @ p[name + "wkv.weight"].T
+        key, value = kv[:, :S * D].view(T, S, D), kv[:, S * D:]
+        a = (self.norm(h, name + "q_weight") * self.norm(key, name + "k_weight")).sum(-1) * D**-.5
+        gate = (a.sign() * a.abs().clamp(min=1e-6).sqrt()).sigmoid() * ~trace["image"][:, None]
+        return h + gate[..., None] * value[:, None]
+
+    def rope(self, x, position, ratio):
+        """X [n,d] or [n,heads,d], position [n] -> x with its last r channels turned."""
+        r, yarn = self.config["qk_rope_head_dim"], self.config["rope_scaling"]
+        theta = self.config["compress_rope_theta" if ratio else "rope_theta"]
+        i = torch.arange(r // 2)
+        f = 1 / theta**(2 * i / r)
+        if ratio > 0:
+            full_turn = yarn["original_max_position_embeddings"] / (2 * math.pi)
+            low, high = (r * math.log(full_turn / yarn[beta]) / (2 * math.log(theta))
+                         for beta in ("beta_fast", "beta_slow"))
+            low, high = max(math.floor(low), 0), min(math.ceil(high), r - 1)
+            ramp = ((i - low) / max(high - low, .001)).clamp(0, 1)
+            f = f / yarn["factor"] * ramp + f * (1 - ramp)
+        angle = (position[:, None] * f).view(len(x), *[1] * (x.dim() - 2), r // 2)
+        cos, sin, even, odd = angle.cos(), angle.sin(), x[..., -r::2], x[..., 1 - r::2]
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+        return torch.cat((x[..., :-r], turned), -1)
+
+    def attention(self, x, layer, trace):
+        """X [T,D] -> [T,D]; a token with nothing to see gets 0, never NaN."""
+        c, p, name, T = self.config, self.params, f"layers.{layer}.attn.", len(x)
+        d, ratio, position = c["head_dim"], c["compress_ratios"][layer], torch.arange(T)
+        qr = self.norm(x @ p[name + "wq_a.weight"].T, name + "q_norm.weight")
+        q = self.rope((qr @ p[name + "wq_b.weight"].T).view(T, -1, d), position, ratio)
+        kv = self.norm(x @ p[name + "wkv.weight"].T, name + "kv_norm.weight")
+        kv = self.stored(self.rope(kv, position, ratio), "fp8")
+        visible = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - c["sliding_window"])
+        if layer in c["kv_source_layer_ids"]:
+            self.compress(x, layer, trace)
+        if layer in c["index_source_layer_ids"]:
+            self.select(x, qr, layer, trace)
+        if ratio > 0:
+            kv = torch.cat((kv, trace["latents"]))  # [T+G,d]
+            visible = torch.cat((visible, trace["selected"]), 1)  # [T,T+G]
+        logits = (q @ kv.T * d**-.5).masked_fill(~visible[:, None], -math.inf)  # [T,H,T+G]
+        sink = p[name + "attn_sink"].expand(T, -1)[..., None]  # takes a share, brings no value
+        o = torch.cat((logits, sink), -1).softmax(-1)[..., :-1] @ kv
+        o = self.rope(o, -position, ratio).reshape(T, c["o_groups"], -1)
+        wo_a = p[name + "wo_a.weight"].unflatten(0, (c["o_groups"], -1))
+        return torch.einsum("tgi,goi->tgo", o, wo_a).flatten(1) @ p[name + "wo_b.weight"].T
+
+    def compress(self, x, layer, trace):
+        """X [T,D] -> trace: latents [G,d] and index keys [G,dk]."""
+        p, ratio, name = self.params, self.config["compress_ratios"][layer], f"layers.{layer}.attn."
+        G = len(x) // ratio
+        x = x[:G * ratio].unflatten(0, (G, ratio))
+        latent = x @ p[name + "compressor.wkv.weight"].T
+        if ratio > 1:  # a group of one has nothing to weigh
+            latent = latent * (x @ p[name + "compressor.wgate.weight"].T).softmax(1)
+        latent = self.norm(latent.sum(1), name + "compressor.norm.weight")
+        key = self.norm(latent @ p[name + "indexer.wk.weight"].T, name + "indexer.k_norm.weight")
+        latent, key = (self.rope(a, torch.arange(G) * ratio, ratio) for a in (latent, key))
+        trace["latents"] = trace[f"compressed_kv.L{layer}"] = self.stored(latent, "nvfp4")
+        trace["keys"] = trace[f"index_keys.L{layer}"] = self.stored(key, "mxfp4")
+
+    def select(self, x, qr, layer, trace):
+        """X [T,D], qr [T,q_lora_rank] -> trace: scores, selected, candidates [T,G]."""
+        c, p, name = self.config, self.params, f"layers.{layer}.attn.indexer."
+        ratio, position, key = c["compress_ratios"][layer], torch.arange(len(x)), trace["keys"]
+        q = (qr @ p[name + "wq_b.weight"].T).view(len(x), -1, c["index_head_dim"])
+        q = self.stored(self.rope(q, position, ratio), "mxfp4")
+        w = x @ p[name + "weights_proj.weight"].T * (q.shape[1] * q.shape[2])**-.5
+        score = torch.einsum("th,thj->tj", w, (q @ key.T).relu())
+        group, newest = torch.arange(len(key)), ((position + 1) // ratio - 1)[:, None]
+        visible = group <= newest
+        if layer > c["candidate_source_layer_id"]:
+            visible = visible & trace["candidates"]
+        score = trace[f"index_scores.L{layer}"] = score.masked_fill(~visible, -math.inf)
+        selected = trace["selected"] = (rank(score) < c["index_topk"]) & visible
+        listed = torch.where(selected, group, len(key)).sort().values[:, :c["index_topk"]]
+        trace[f"topk.L{layer}"] = listed.masked_fill(listed == len(key), -1)
+        if layer == c["candidate_source_layer_id"]:
+            size = c["candidate_block_size"]
+            best = F.pad(score, (0, -len(key) % size), value=-math.inf).unflatten(1, (-1, size))
+            best = best.amax(-1).masked_fill(group[::size] // size == newest // size, math.inf)
+            kept = rank(best) < c["candidate_topk_blocks"]
+            trace["candidates"] = trace[f"cand.L{layer}"] = kept[:, group // size] & visible
+
+    def moe(self, x, layer, trace):
+        """X [T,D] -> [T,D]."""
+        c, p, name = self.config, self.params, f"layers.{layer}.ffn."
+        score = F.softplus(x @ p[name + "gate.weight"].T).sqrt()  # [T,E]
+        bias = torch.where(trace["image"][:, None], p[name + "gate.bias_vl"], p[name + "gate.bias"])
+        top = rank(score + bias).argsort(-1)[:, :c["num_experts_per_tok"]]
+        weight = score.gather(1, top)  # the bias picks, it never weighs
+        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20) * c["routed_scaling_factor"]
+        trace[f"route_experts.L{layer}"], trace[f"route_weights.L{layer}"] = top, weight
+        y = self.expert(x, 1, name + "shared_experts")
+        for e in top.unique().tolist():
+            token, slot = (top == e).nonzero(as_tuple=True)
+            part = self.expert(x[token], weight[token, slot, None], f"{name}experts.{e}")
+            y = y.index_add(0, token, part)
+        return y
+
+    def expert(self, x, weight, name):
+        """X [n,D], weight [n,1] -> [n,D]."""
+        w1, w2, w3 = (self.params[f"{name}.w{i}.weight"] for i in (1, 2, 3))
+        limit = self.config["swiglu_limit"]
+        gate, up = (x @ w1.T).clamp(max=limit), (x @ w3.T).clamp(-limit, limit)
+        return (F.silu(gate) * up * weight) @ w2.T
+
+
+# ------------------------------------------------------------------------------------------------
+# Helpers
+# ------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="session")
+def engine():
+    """The golden checkpoint, deterministic; every test must give its pages back."""
+    return nf.Engine.load(GOLDEN, device="cpu", deterministic=True)
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """The golden checkpoint, without deterministic mode."""
+    return nf.Engine.load(GOLDEN, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """The slow reference on the golden checkpoint."""
+    return Reference.load(GOLDEN)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request):
+    """After every test all slots and pages of the shared engines are free: catches any leak."""
+    yield
+    for name in {"engine", "plain"} & set(request.fixturenames):
+        assert_all_free(request.getfixturevalue(name))
+
+
+def assert_all_free(engine):
+    """No request runs or waits, no slot and no page is held, none is free twice."""
+    cache = engine.cache
+    assert not engine.running and not engine.waiting
+    for free, n in ((cache.free_slots, len(cache.global_table)), (cache.free_pages, cache.n_pages),
+                    (cache.free_window, len(cache.window[0].rows))):
+        assert sorted(free) == list(range(n))
+    assert (cache.global_table == -1).all() and (cache.window_table == -1).all()
+
+
+def poison(engine):
+    """Every cache byte becomes NaN: who reads a row that nobody wrote is found out (F09)."""
+    cache = engine.cache
+    for pool in (*cache.window, *cache.latents.values(), *cache.keys.values()):
+        pool.rows.fill_(0xFF)
+    for ring in cache.ring.values():
+        ring.fill_(math.nan)
+
+
+class Run:
+    """One sequence driven by hand, to look at its state before its pages go back."""
+
+    def __init__(self, engine, ids):
+        self.engine, self.seq = engine, engine._sequence(ids, None, 0)
+        assert engine.cache.admit(self.seq)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.cache.release(self.seq)
+
+    def feed(self, *sizes):
+        """The next tokens in pieces of these sizes -> logits of all of them."""
+        return torch.cat([self.engine._forward([(self.seq, n)], slice(None)) for n in sizes])
+
+    def state(self):
+        """Every visible byte: window rows that the next query sees, groups, the open pair."""
+        cache, slot, n = self.engine.cache, self.seq.slot, self.seq.n_cached
+        out = {f"window.{i}": pool.read(slot, torch.arange(max(0, n + 1 - cache.W), n))
+               for i, pool in enumerate(cache.window)}
+        for kind, pools in (("latents", cache.latents), ("keys", cache.keys)):
+            for i, pool in pools.items():
+                out[f"{kind}.{i}"] = pool.read(slot, torch.arange(n // (nf.PAGE // pool.per_page)))
+        return out | {f"ring.{i}": ring[slot, (n - 1) % nf.RING] for i, ring in cache.ring.items()
+                      if n % 2}
+
+
+def differing(a, b):
+    """Names of the parts of two states that differ in any byte."""
+    assert a.keys() == b.keys()
+    return [k for k in a if not torch.equal(a[k], b[k])]
+
+
+def exact_caches(engine, monkeypatch):
+    """Take cache rounding out of an engine: rows hold fp32 bytes, and no rounding can flip."""
+    table_row, of_table = K.dequantize_fp8, engine.cfg.engram_head_dim * 33 // 32
+    for name in ("fp8", "latent", "index"):
+        monkeypatch.setattr(K, f"quantize_{name}", lambda x: x.contiguous().view(torch.uint8))
+        monkeypatch.setattr(K, f"dequantize_{name}", lambda x: (
+            table_row(x) if x.shape[-1] == of_table else x.view(torch.float32)))
+    c = engine.cache
+    for pools, width in ((c.window, engine.cfg.head_dim), (c.latents.values(), engine.cfg.head_dim),
+                         (c.keys.values(), engine.cfg.index_head_dim)):
+        for pool in pools:
+            pool.rows = torch.empty(*pool.rows.shape[:2], 4 * width, dtype=torch.uint8)
+    return engine
+
+
+def golden_config(**changes):
+    """The golden config.json as a dict, with entries of its text_config changed."""
+    raw = json.loads((GOLDEN / "config.json").read_text())
+    raw["text_config"].update(changes)
+    return raw
+
+
+def variant(folder, seed, **changes):
+    """A checkpoint of another shape, no draft, random weights, none of them zero or one."""
+    raw = golden_config(**changes)
+    text = raw["text_config"]
+    L = text["num_hidden_layers"]
+    text["compress_ratios"], text["num_nextn_predict_layers"] = text["compress_ratios"][:L], 0
+    text["dspark_target_layer_ids"] = [min(1, L - 1)]
+    text["engram_num_embeddings"] = (engram_tables(text)[0].sum(1).tolist()
+                                     if text["engram_layer_ids"] else [])
+    (folder / "config.json").write_text(json.dumps(raw))
+    shutil.copy(GOLDEN / "tokenizer.json", folder)
+    make, tensors = torch.Generator().manual_seed(seed), {}
+    for name, spec in nf.inventory(nf.Config.load(folder)).items():
+        kind, shape = spec.dtypes[0], spec.shape
+        x = torch.randn(shape, generator=make)
+        if kind == "F8_E8M0":
+            x = torch.randint(118, 123, shape, generator=make).to(torch.uint8).view(K.E8M0)
+        elif kind == "I8":
+            x = torch.randint(-128, 128, shape, generator=make, dtype=torch.int8)
+        elif "norm" in name or name.endswith("_weight"):
+            x = 1 + x / 4
+        elif len(shape) == 2 and kind != "F8_E4M3":
+            x = x * shape[-1] ** -0.5
+        tensors[name] = x if kind in ("I8", "F8_E8M0") else (x * (
+            8 if kind == "F8_E4M3" else 1)).to(nf.DTYPES[kind])
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def golden_copy(folder, raw=None, change=None):
+    """The golden checkpoint in `folder`, with another config.json or edited tensors."""
+    (folder / "config.json").write_text(json.dumps(raw or golden_config()))
+    shutil.copy(GOLDEN / "tokenizer.json", folder)
+    if change is None:
+        (folder / "model.safetensors").symlink_to(GOLDEN / "model.safetensors")
+    else:
+        tensors = load_file(GOLDEN / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def python(*args, **kwargs):
+    """Run python with these arguments from the project's folder -> CompletedProcess."""
+    return subprocess.run([sys.executable, *args], text=True, capture_output=True, cwd=HERE,
+                          timeout=120, **kwargs)
+
+
+def command(*args, **kwargs):
+    """Run the command line -> CompletedProcess."""
+    return python("nanoflash.py", *args, **kwargs)
+
+
+def same_bits(a, b):
+    """fp32 tensors equal bit for bit, the sign of zero included."""
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+# ------------------------------------------------------------------------------------------------
+# The house: sizes, order, README
+# ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, most", [("nanoflash.py", 1600), ("kernels.py", 1200),
+                                        ("test_nanoflash.py", 2000)])
+def test_size(name, most):
+    """A size claim that nobody counts decays; so do docstrings and an opening map."""
+    text = (HERE / name).read_text()
+    assert text.count("\n") <= most
+    assert not [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 100]
+    tree = ast.parse(text)
+    defs = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+    lengths = [x.end_lineno - x.lineno + 1 for x in defs]
+    assert max(lengths) <= 60 and sum(lengths) / len(lengths) <= 15
+    named = [x for y in (tree, *tree.body) if isinstance(y, (ast.Module, ast.ClassDef))
+             for x in y.body if isinstance(x, (ast.FunctionDef, ast.ClassDef))]
+    assert not [x.name for x in named if x.name[0] != "_" and not ast.get_docstring(x)]
+    if name != "test_nanoflash.py":
+        named = re.findall(r"^    (\w+(?: \w+)?)  +\S", ast.get_docstring(tree, False), re.M)
+        ruled = re.findall(r"^# [=-]{90,}\n# (\w+(?: \w+)?).*\n# [=-]{90,}$", text, re.M)
+        assert ruled == [x for x in named if not x.startswith("python")]
+
+
+def test_top_level():
+    """A second module or a stray file at the top."""
+    there = {p.name for p in HERE.iterdir() if p.name[0] != "." and p.suffix != ".egg-info"}
+    assert there - {"__pycache__", "build"} == {"pyproject.toml", "README.md", "LICENSE", "docs",
+                                                "nanoflash.py", "kernels.py", "test_nanoflash.py"}
+
+
+def readme_commands():
+    """(command, output shown below it) of every console block in README.md."""
+    for block in re.findall(r"```console\n(.*?)```", (HERE / "README.md").read_text(), re.S):
+        for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+            yield tuple(part.split("\n", 1))
+
+
+@pytest.mark.parametrize("line, shown", [pytest.param(*c, id=c[0]) for c in readme_commands()])
+def test_readme(line, shown):
+    """The README's own command fails, or prints something else than it shows (`...`: left out)."""
+    words = shlex.split(line)
+    if words[0] in ("git", "cd", "pip", "pytest") or "DIR" in words:
+        pytest.skip("the installation, this test itself, or a downloaded checkpoint")
+    launcher = [] if words[0] == "python" else ["-m", "torch.distributed.run"]         # torchrun
+    run = python(*launcher, *words[1:])
+    assert run.returncode == 0, run.stderr
+    timeless = [re.sub(r"(_s) [\d.]+", r"\1 *", x) for x in (run.stdout + run.stderr, shown)]
+    for want in filter(str.strip, timeless[1].split("...\n")):
+        assert want.strip() in timeless[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# Number formats
+# ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, quantize_row, dequantize_row, n_bytes, block, rms", [
+    ("fp8", K.quantize_fp8, K.dequantize_fp8, {512: 528}, 32, 0.03),
+    ("nvfp4", K.quantize_latent, K.dequantize_latent, {512: 288}, 16, 0.15),
+    ("mxfp4", K.quantize_index, K.dequantize_index, {128: 68}, 32, 0.2)])
+def test_quantizers(name, quantize_row, dequantize_row, n_bytes, block, rms):
+    """A scale or a rounding that differs in one bit; rows that are not 528, 288 and 68 bytes; an
+    outlier that spoils more than its block (F30); no saturation."""
+    x = G["unit.quant.in"]
+    assert same_bits(dequantize_row(quantize_row(x)), G[f"unit.quant.{name}"])
+    (n, size), = n_bytes.items()
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(1))
+    x[:, 5], x[2] = 1e3, 1e9
+    assert quantize_row(x).shape == (3, size) and quantize_row(x).dtype == torch.uint8
+    back = dequantize_row(quantize_row(x))
+    assert back.isfinite().all()
+    assert (back - x)[:2, block:].norm() / x[:2, block:].norm() < rms
+
+
+def test_fp4_codes_and_midpoints():
+    """Ties not to even, a lost sign of zero, swapped nibbles, no saturation (F29)."""
+    code = torch.arange(16)
+    assert same_bits(K.unpack_e2m1((code[0::2] | code[1::2] << 4).to(torch.uint8)), K.E2M1)
+    assert K.unpack_e2m1(torch.tensor([0x21], dtype=torch.uint8)).tolist() == [0.5, 1.0]
+    mid = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    up = K.E2M1[K._e2m1_code(mid).long()]
+    assert up.tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
+    assert same_bits(K.E2M1[K._e2m1_code(-mid).long()], -up)
+    row = F.pad(torch.tensor([6.0, -0.0, 6.1]), (0, 13))            # scale e4m3(6.1 / 6) = 1
+    back = K.dequantize_latent(K.quantize_latent(row))
+    assert back[2] == 6 and back[1].signbit()
+
+
+def e8m0(rows):
+    """Scale bytes -> e8m0 tensor."""
+    return torch.tensor(rows).to(torch.uint8).view(K.E8M0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_dequantized_exactly(dtype):
+    """Wrong nibble, another block width, a scale byte copied as a number (F27) or a repack that
+    rounds (F28): all golden weights, far-apart neighbouring scales, ragged blocks."""
+    packed, make = load_file(GOLDEN / "model.safetensors"), torch.Generator().manual_seed(2)
+    packed["w.weight"] = torch.arange(-128, 128, dtype=torch.int8).view(4, 64)
+    packed["w.scale"] = e8m0([[117, 137, 127, 120]] * 4)
+    packed["v.weight"] = torch.randn(40, 72, generator=make).to(K.E4M3)         # 32 + 8 rows
+    packed["v.scale"] = e8m0([[117, 137, 120], [137, 117, 130]])
+    for name in [n for n in packed if n.endswith(".scale") and "engram.embed" not in n]:
+        weight, scale = packed[name[:-5] + "weight"], packed[name]
+        got = K.dequantize_weight(weight, scale, dtype)
+        assert got.dtype == dtype and same_bits(got.float(), dequantize(weight, scale)), name
+    scale = e8m0([[0], [1], [119], [120], [127], [254]])
+    got = K.dequantize_weight(torch.ones(192, 32).to(K.E4M3), scale, dtype)[::32, 0]
+    assert got.tolist() == [2.0**-127, 2.0**-126, 2.0**-8, 2.0**-7, 1.0, 2.0**127]
+
+
+# ------------------------------------------------------------------------------------------------
+# Config and --plan
+# ------------------------------------------------------------------------------------------------
+def test_schedules():
+    """A layer plan that differs from the published roles; a flat config.json, or the older names of
+    two keys, that is not understood."""
+    layers = nf.Config.read(RELEASED).layers
+    assert [[p.index for p in layers if p.mode == m] for m in ("window", "full", "reindex")] == [
+        [0, 1], [2, 8, 14, 20], [24, 28, 32, 36]]
+    assert [(layers[i].kv_source, layers[i].index_source) for i in (1, 2, 7, 19, 23, 39)] == [
+        (None, None), (2, 2), (2, 2), (14, 14), (20, 20), (20, 36)]
+    assert [p.index for p in layers if p.candidates] == [20, 24, 28, 32, 36]
+    assert [p.index for p in layers if p.engram is not None] == [1, 14]
+    raw = golden_config()
+    flat = {**raw, **raw.pop("text_config")}
+    del flat["text_config"]
+    flat["rope_scaling"]["type"] = flat["rope_scaling"].pop("rope_type")
+    flat["engram_pad_id"] = flat.pop("engram_pad_token_id")
+    assert nf.Config.read(flat) == nf.Config.load(GOLDEN)
+
+
+def ids(kv=(2, 5), index=(2, 5, 6), cand=5):
+    """Changes to the source lists of the golden config."""
+    return dict(kv_source_layer_ids=list(kv), index_source_layer_ids=list(index),
+                candidate_source_layer_id=cand)
+
+
+R8 = [0, 0, 2, 2, 2, 1, 1, 1, 0, 0, 0]
+BAD_CONFIGS = [
+    (ids((3, 5), (3, 5, 6)), "layer 2 reads compressed KV before any KV source"),
+    (ids((3, 5)), "layer 2 is an index source without keys"),
+    (ids(index=(2, 6), cand=6), "layer 5 is a KV source but no index source"),
+    (ids(cand=7), "candidate source 7 is no index source"),
+    (ids(cand=2), "layer 5 scores the keys of layer 5"),
+    (ids((2,), (2,), None), "layer 5 has ratio 1, not that of its KV source 2"),
+    (ids((1, 2, 5), (1, 2, 5, 6)), "layer 1 is listed as a source but has ratio 0"),
+    (ids(index=(5, 2, 6)), "index_source_layer_ids [5, 2, 6] must ascend"),
+    (ids((2, 5, 8)), "must ascend within 0..7"),
+    (dict(compress_ratios=[0, 0, 3] + R8[3:]), "layer 2 has compress ratio 3"),
+    (dict(compress_ratios=R8[:-1]), "compress_ratios has 10 entries for 8 layers"),
+    (dict(compress_ratios=R8[:-1] + [1]), "a draft stage must have compress ratio 0"),
+    (dict(head_dim=80), "head_dim 80 is not a multiple of 32"),
+    (dict(index_head_dim=48), "index_head_dim 48 is not a multiple of 32"),
+    (dict(moe_intermediate_size=72), "moe_intermediate_size 72 is not a multiple of 32"),
+    (dict(qk_rope_head_dim=15), "qk_rope_head_dim 15 is not a multiple of 2"),
+    (dict(qk_rope_head_dim=66), "qk_rope_head_dim 66 is outside its limit, head_dim 64"),
+    (dict(o_groups=3), "num_attention_heads 8 is not a multiple of 3"),
+    (dict(num_experts_per_tok=13), "num_experts_per_tok 13 is outside its limit"),
+    (dict(dspark_noise_token_id=512), "dspark_noise_token_id 512 is outside its limit, vocab_size"),
+    (dict(sliding_window=-1), "sliding_window is -1"), (dict(hc_mult=0), "hc_mult is 0"),
+    (dict(hidden_size="128"), "hidden_size is '128'"), (dict(hc_mult=True), "hc_mult is True"),
+    (dict(hidden_act="gelu"), "hidden_act is 'gelu'; this engine computes 'silu' only"),
+    (dict(norm_topk_prob=False), "norm_topk_prob is False"), (dict(x_y=1), "unknown key 'x_y'"),
+    (dict(rope_scaling={"rope_type": "linear"}), "rope_scaling.rope_type is 'linear'"),
+    (dict(engram_num_embeddings=[4064]), "2 engram layers but 1 engram_num_embeddings"),
+    (dict(bos_token_id=7), "bos_token_id is both 0 and 7"),
+    (dict(quantization_config={"weight_block_size": [128, 128]}), "block_size is [128, 128]"),
+]
+
+
+@pytest.mark.parametrize("changes, reason", BAD_CONFIGS, ids=[r for _, r in BAD_CONFIGS])
+def test_bad_config_is_refused_with_the_reason(changes, reason):
+    """An inconsistent config.json runs and computes something else (F17, F30)."""
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        nf.Config.read(golden_config(**changes))
+
+
+def test_every_needed_key_is_named_when_missing():
+    """A missing key takes a silent default."""
+    for f in dataclasses.fields(nf.Config)[:30]:
+        raw = golden_config()
+        if raw["text_config"].pop(f.name, None) and f.default is dataclasses.MISSING:
+            raw.pop(f.name, None)
+            with pytest.raises(ValueError, match=f"lacks {f.name}"):
+                nf.Config.read(raw)
+
+
+def test_plan_of_the_released_model(tmp_path):
+    """An inventory that is not the published checkpoint's; a plan that reads weights, takes long,
+    or divides what cannot be divided."""
+    c, gib = nf.Config.read(RELEASED), 2**30
+    specs = nf.inventory(c)
+    text = {n: s for n, s in specs.items() if s.family != "vision"}
+    total = {k: round(sum(s.nbytes for s in v) / gib, 1) for k, v in {
+        "all": specs.values(), "text": text.values(),
+        "fp4": [s for n, s in specs.items() if n.startswith("layers") and s.dtypes == ("I8",)],
+        "tables": [s for s in specs.values() if s.family == "engram_tables"]}.items()}
+    assert len(specs) == 96085 and len(text) == 95819 and nf.memory(c)["token"] == 890
+    assert total == {"all": 475.2, "text": 474.3, "fp4": 253.1, "tables": 188.8}
+    with pytest.raises(ValueError, match="384 experts cannot be divided over 5 ranks"):
+        nf.plan(c, ranks=5)
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED))
+    run = python("-c", "import time, nanoflash as nf; t = time.process_time(); print(nf.plan("
+                 f"nf.Config.load({str(tmp_path)!r}), ranks=16), time.process_time() - t)")
+    assert "96,085 tensors, 475.2 GiB" in run.stdout and float(run.stdout.split()[-1]) < 1
+    assert "890 bytes of global cache a token" in run.stdout
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoint
+# ------------------------------------------------------------------------------------------------
+def nan_scale(name):
+    """Put byte 0xFF into a scale."""
+    return lambda t: t[name].view(torch.uint8).__setitem__(slice(None), 0xFF)
+
+
+BAD_TENSORS = [
+    (lambda t: t.pop("layers.3.attn.wo_b.scale"), "missing layers.3.attn.wo_b.scale"),
+    (lambda t: t.pop("mtp.1.ffn.gate.bias"), "missing mtp.1.ffn.gate.bias"),
+    (lambda t: t.update({"layers.8.x": torch.zeros(1)}), "unexpected layers.8.x"),
+    (lambda t: t.update({"layers.5.attn.compressor.wgate.weight": torch.zeros(64, 128).bfloat16()}),
+     "unexpected layers.5.attn.compressor.wgate.weight"),            # ratio 1 has no gate
+    (lambda t: t.update({"norm.weight": torch.ones(64).bfloat16()}),
+     "norm.weight: BF16 [64] in the file, expected BF16 [128]"),
+    (lambda t: t.update({"layers.0.attn.wq_b.scale": torch.ones(4, 1).to(K.E8M0)}),   # 128 wide
+     "layers.0.attn.wq_b.scale: F8_E8M0 [4, 1] in the file, expected F8_E8M0 [16, 2]"),
+    (lambda t: t.update({"norm.weight": torch.ones(128)}), "norm.weight: F32 [128] in the file"),
+    (nan_scale("layers.4.attn.wkv.scale"), "layers.4.attn.wkv: its scale holds byte 0xFF"),
+    (nan_scale("layers.7.ffn.experts.11.w2.scale"), "layers.7.ffn.experts.11.w2: its scale"),
+]
+
+
+@pytest.mark.parametrize("change, reason", BAD_TENSORS, ids=[r for _, r in BAD_TENSORS])
+def test_bad_tensor_is_refused_by_name(change, reason, tmp_path):
+    """A tensor is quietly left out, reshaped or reinterpreted (F27, F30, F38)."""
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        nf.Engine.load(golden_copy(tmp_path, change=change))
+
+
+@pytest.mark.parametrize("name, lazy", [("layers.1.engram.embed", False),
+                                        ("layers.4.attn.wkv", True)])
+def test_nan_found_on_the_way_is_refused_and_leaves_nothing(name, lazy, tmp_path):
+    """A damaged table row, or a scale that --lazy reads late, spreads NaN or keeps its pages."""
+    engine = nf.Engine.load(golden_copy(tmp_path, change=nan_scale(f"{name}.scale")), lazy=lazy)
+    with pytest.raises(ValueError, match=f"{name}: its scale holds byte 0xFF"):
+        engine.generate([[5, 6]])
+    assert_all_free(engine)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    """A cut file or a lying header maps memory that is not there."""
+    golden_copy(tmp_path)
+    whole, file = (GOLDEN / "model.safetensors").read_bytes(), tmp_path / "model.safetensors"
+    n = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + n])
+    header["embed.weight"]["data_offsets"][1] += 2
+    lying = json.dumps(header).encode().ljust(n)
+    lying = len(lying).to_bytes(8, "little") + lying + whole[8 + n :]
+    for content in (b"", b"\x01", whole[:1000], whole[:-7], b"\xff" * 64, lying,
+                    whole[:8] + b"[]".ljust(n) + whole[8 + n :]):
+        file.unlink()
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="damaged or no safetensors file"):
+            nf.Engine.load(tmp_path)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="no model.safetensors"):
+        nf.Engine.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        nf.Engine.load(tmp_path / "deepseek-ai")
+
+
+def test_shards(tmp_path, engine):
+    """Three shards do not load like one file; a shard outside the folder or a lying index does."""
+    tensors, where = load_file(GOLDEN / "model.safetensors"), {}
+    golden_copy(tmp_path)
+    for i in range(3):
+        part = {n: tensors[n] for n in sorted(tensors)[i::3]}
+        save_file(part, tmp_path / f"model-{i}.safetensors")
+        where.update(dict.fromkeys(part, f"model-{i}.safetensors"))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    sharded = nf.Engine.load(tmp_path, deterministic=True)
+    assert torch.equal(sharded.logits(IDS["rand37"]), engine.logits(IDS["rand37"]))
+    for shard, reason in (("../model-0.safetensors", "no file of"), ("..", "no file of"),
+                          ("/model-0.safetensors", "no file"), ("model-2.safetensors", "disagree")):
+        index.write_text(json.dumps({"weight_map": {**where, "embed.weight": shard}}))
+        with pytest.raises(ValueError, match=reason):
+            nf.Engine.load(tmp_path)
+
+
+def test_rows_past_two_gib(tmp_path):
+    """A 32-bit byte offset: row 8,388,608 of 256 bytes begins at 2^31 (F34). The file is sparse."""
+    n, rows, file = 8388700, (0, 8388607, 8388608, 8388699), tmp_path / "x.safetensors"
+    table = {"dtype": "F8_E4M3", "shape": [n, 256], "data_offsets": [0, n * 256]}
+    header = json.dumps({"t": table})
+    with open(file, "wb") as f:
+        f.write(len(header).to_bytes(8, "little") + header.encode())
+        for value, row in enumerate(rows, 1):
+            f.seek(8 + len(header) + row * 256)
+            f.write(bytes([value]) * 256)
+    checkpoint = object.__new__(nf.Checkpoint)
+    checkpoint.at = checkpoint._open(file)
+    got = checkpoint.packed("t").view(torch.uint8)[torch.tensor(rows)]
+    assert got.amax(1).tolist() == got.amin(1).tolist() == [1, 2, 3, 4]
+
+
+MEASURE = """
+import torch, nanoflash as nf
+torch.set_num_threads(1)
+peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
+nf.Engine.load({small!r}).logits([5] * 40)             # what the libraries themselves take
+base = peak()
+logits = nf.Engine.load({folder!r}, lazy={lazy}).logits(list(range(40, 80)))
+print(peak() - base, *logits.double().sum(1).tolist())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads peak memory from /proc")
+def test_lazy_gives_the_same_bits_in_the_memory_of_the_plan(tmp_path, engine):
+    """--lazy keeps what it dequantized, or computes something else (F47). The golden checkpoint is
+    too small to weigh, so peak memory is measured on one with larger experts: 195 MiB in fp32."""
+    lazy = nf.Engine.load(GOLDEN, lazy=True, deterministic=True)
+    assert torch.equal(lazy.logits(IDS["rand37"]), engine.logits(IDS["rand37"]))
+    variant(tmp_path, 4, num_hidden_layers=4, **ids((2,), (2,), 2), engram_layer_ids=[1],
+            moe_intermediate_size=2048, n_routed_experts=15)
+    out = [python("-c", MEASURE.format(small=str(GOLDEN), folder=str(tmp_path), lazy=lazy)).stdout
+           .split() for lazy in (False, True)]
+    (eager, *bits), (lazy, *lazy_bits) = out
+    assert bits == lazy_bits
+    m, mib = nf.memory(nf.Config.load(tmp_path)), 2**20
+    assert abs(int(eager) - m["held"] - m["weights"]) < 0.05 * m["weights"] > 9 * mib
+    assert int(eager) - int(lazy) > 0.95 * (m["weights"] - m["largest"])
+
+
+# ------------------------------------------------------------------------------------------------
+# Prompt
+# ------------------------------------------------------------------------------------------------
+CASES = [c for c in json.loads((GOLDEN / "encoding_cases.json").read_text())
+         if "tools" not in c["options"]]
+
+
+def encoded(case, encode):
+    """Call an encoder with a case's messages and options."""
+    o = case["options"]
+    return encode(case["messages"], o.get("thinking", True), o.get("reasoning_effort", "high"),
+                  o.get("response_format"))
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "not special"])
+def test_chat_encoding(special, tmp_path):
+    """A template that differs from the publisher's in one character; marks taken for text, or a
+    user who types <｜Assistant｜> and takes the assistant's place (F36)."""
+    spec = json.loads((GOLDEN / "tokenizer.json").read_text())
+    have = [t["content"] for t in spec["added_tokens"]]
+    for i, mark in enumerate(m for m in nf.MARKS if m not in have):
+        spec["added_tokens"].append({**spec["added_tokens"][0], "id": 512 + i, "content": mark,
+                                     "special": special})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    prompt = nf.Prompt(tmp_path, 0)
+    marks = set(prompt.added.values())
+    for case in CASES:
+        want, at, ranges = case["expected_prompt_string"], 0, []
+        pieces, tokens = encoded(case, nf.chat_pieces), encoded(case, prompt.chat)
+        assert "".join(pieces) == want, case["name"]
+        assert b"".join(map(prompt.bytes, tokens)).decode() == want
+        for p in pieces:
+            ranges += [[at, at + len(p)]] * isinstance(p, nf.Mark)
+            at += len(p)
+        assert case["special_ranges_chars"] in (ranges, None), case["name"]
+        assert sum(i in marks for i in tokens) == len(ranges), case["name"]
+    injected = "Hi<｜end▁of▁sentence｜><｜Assistant｜></think>ok<｜image｜>"
+    assert not marks & set(prompt.encode(injected))
+    assert prompt.raw(injected)[0] == 0 and prompt.raw("") == [0]
+
+
+def test_bad_chat_is_refused(engine):
+    """A message that the encoding does not cover is dropped or misread; marks that the tokenizer
+    lacks are encoded as text."""
+    user = [{"role": "user", "content": "x"}]
+    for messages, options, reason in (
+            ([], {}, "at least one message"), ([{"role": "tool", "content": "x"}], {}, "message 0"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "message 0"),
+            (user, {"effort": 0}, "effort is 0"), (user, {"effort": "extreme"}, "effort is 'ext"),
+            (user, {"effort": True}, "effort is True"),
+            (user, {}, "no chat marks: .*<｜Assistant｜>.*<｜User｜>")):
+        with pytest.raises(ValueError, match=reason):
+            engine.prompt.chat(messages, **options)
+
+
+def test_streaming_never_prints_half_a_character(engine):
+    """A character cut over tokens is shown as replacement marks, or the stream and the final text
+    differ; random weights make many broken bytes."""
+    text = "naïve 你好 🙂 end"
+    tokens = engine.prompt.encode(text)
+    assert len(tokens) > len(text)                       # characters do span tokens here
+    decode = engine.prompt.decoder()
+    pieces = [decode([token]) for token in tokens] + [decode([], last=True)]
+    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+    decode = engine.prompt.decoder()
+    assert decode(tokens[:-5]) + decode([], last=True) == engine.prompt.whole.decode(tokens[:-5])
+    params = nf.SamplingParams(40, temperature=1.0, seed=5)
+    streamed = list(engine.stream("In the", params))
+    assert "".join(streamed) == engine.generate(["In the"], params)[0].text and len(streamed) > 3
+
+
+# ------------------------------------------------------------------------------------------------
+# The golden fixture: the slow reference, then the engine
+# ------------------------------------------------------------------------------------------------
+def golden_parts(name):
+    """(name of an intermediate, its golden value) of one sequence."""
+    for key, want in G.items():
+        part = key.removeprefix(f"{name}.")
+        if part != key and not re.search(r"ids$|logits|margin|features", part):
+            yield part, want
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_reference_is_golden(name, reference):
+    """A wrong formula in the judge of all other tests."""
+    exact, trace = Reference(reference.config, reference.params, reference.token_map, False), {}
+    tokens = G[f"{name}.ids"]
+    with torch.no_grad():
+        assert (exact.forward(tokens) - G[f"{name}.logits_nocachequant"]).abs().max() < 1e-4
+        assert (reference.forward(tokens, trace) - G[f"{name}.logits"]).abs().max() < 1e-4
+    for part, want in golden_parts(name):
+        got = trace[part][:, : want.shape[1]] if "topk" in part else trace[part]
+        assert torch.allclose(got.double(), want.double(), rtol=0, atol=1e-5), part
+    if name == "rand37":
+        assert torch.allclose(trace["features"], G["rand37.features"], rtol=0, atol=1e-5)
+
+
+def test_reference_takes_images_and_gradients(reference):
+    """bias_vl or dead n-gram slots are wrong in the judge; a parameter that no gradient reaches."""
+    with torch.no_grad():
+        got = reference.forward(G["image24.input_ids"], image=(G["image24.mask"].bool(),
+                                                               G["image24.embeds"]))
+    assert (got - G["image24.logits"]).abs().max() < 1e-4
+    params = {n: p.clone().requires_grad_() for n, p in reference.params.items() if "mtp" not in n}
+    tokens, trace = G["text37.ids"].long(), {}
+    logits = Reference(reference.config, params, reference.token_map).forward(tokens, trace)
+    scores = [s[s.isfinite()].square().mean() for n, s in trace.items() if "index_scores" in n]
+    (F.cross_entropy(logits[:-1], tokens[1:]) + sum(scores)).backward()
+    for name, p in params.items():
+        if not re.search(r"gate\.bias|experts\.\d", name):
+            assert p.grad is not None and p.grad.isfinite().all() and p.grad.any(), name
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_engine_is_golden(name, engine, plain):
+    """Any wrong formula, in either mode of the matrix products. No rounding flips in this fixture,
+    so even 200 tokens hold 1e-4."""
+    for e in (engine, plain):
+        logits = e.logits(IDS[name])
+        assert logits.dtype == torch.float32 and (logits - G[f"{name}.logits"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_greedy_is_golden(i, engine, plain):
+    """Decode drifts from prefill over 32 tokens."""
+    prompt, params = G[f"greedy{i}.prompt"].tolist(), nf.SamplingParams(32, ignore_eos=True)
+    for e in (engine, plain):
+        out = e.generate([prompt], params)[0]
+        assert out.ids == G[f"greedy{i}.tokens"].tolist() and out.finish_reason == "length"
+
+
+def spy(engine, monkeypatch):
+    """-> dict that fills with what the engine's parts return, under the golden names."""
+    seen, layer = {}, {}
+    for i, block in enumerate(engine.model.blocks):
+        layer.update({id(x): i for x in (block, block.attn, block.ffn, block.engram)})
+
+    def watch(owner, method, record):
+        inner = getattr(owner, method)
+
+        def outer(*args):
+            out = inner(*args)
+            seen.update(record(out, *args))
+            return out
+        monkeypatch.setattr(owner, method, outer)
+
+    def scores(out, me, *_):
+        name = f"index_scores.L{me.plan.index}"
+        return {name: torch.cat([seen[name], out]) if name in seen else out}
+
+    def selected(out, me, x, qr, batch, _):
+        i = me.plan.index
+        return {f"topk.L{i}": out, f"cand.L{i}": batch.candidates}
+
+    def routed(out, *_):
+        i = sum("route_experts" in n for n in seen)
+        return {f"route_experts.L{i}": out[0], f"route_weights.L{i}": out[1]}
+    for cls, name in ((nf.Attention, "attn_out"), (nf.MoE, "ffn_out"), (nf.Engram, "engram_out")):
+        watch(cls, "__call__", lambda out, me, *_, name=name: {f"{name}.L{layer[id(me)]}": out})
+    watch(nf.Block, "__call__", lambda out, me, *_: {f"streams.L{layer[id(me)]}": out[0],
+                                                     f"pre_mix.L{layer[id(me)]}": out[1]})
+    watch(nf.Indexer, "scores", scores)
+    watch(nf.Indexer, "__call__", selected)
+    watch(K, "route", routed)
+    watch(nf.Engram, "rows", lambda out, me, rows: {
+        "hash_ids": torch.stack([seen["hash_ids"], rows], 1) if "hash_ids" in seen else rows})
+    watch(engine.model, "head", lambda out, x: {"final_norm": x})
+    return seen
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_inside_of_the_engine_is_golden(name, engine, monkeypatch):
+    """Two faults that cancel in the logits; selections, candidates and routes off the margin."""
+    seen, n, cache, checked = spy(engine, monkeypatch), len(IDS[name]), engine.cache, 0
+    with Run(engine, IDS[name]) as run:
+        run.feed(n)
+        for i, ratio in ((2, 2), (5, 1)):
+            group, slot = torch.arange(n // ratio), run.seq.slot
+            seen[f"compressed_kv.L{i}"] = K.dequantize_latent(cache.latents[i].read(slot, group))
+            seen[f"index_keys.L{i}"] = K.dequantize_index(cache.keys[i].read(slot, group))
+    for part, want in golden_parts(name):
+        got = seen[part]
+        if part.startswith("cand"):
+            got = got.repeat_interleave(4, 1)[:, :n] & torch.ones(n, n, dtype=torch.bool).tril()
+        if part.startswith("topk"):
+            got = torch.where((got[:, want.shape[1] :] == -1).all(), got[:, : want.shape[1]], -2)
+        exact = re.match("cand|topk|hash_ids|route_experts|compressed_kv|index_keys", part)
+        assert torch.allclose(got.double(), want.double(), rtol=0, atol=0 if exact else 1e-5), part
+        checked += 1
+    assert checked >= (60 if name == "rand37" else 3)
+
+
+# ------------------------------------------------------------------------------------------------
+# Formulas by hand
+# ------------------------------------------------------------------------------------------------
+def test_rope_frequencies():
+    """YaRN or the other base on the wrong layers (F19): frequencies, since an fp32 angle at
+    position 70,000 is only good to 4e-3."""
+    for compressed, name in ((False, "window"), (True, "compressed")):
+        got = G["unit.rope.positions"][:, None].float() * K.rope_frequencies(
+            nf.Config.load(GOLDEN), compressed)
+        assert torch.allclose(got, G[f"unit.rope.{name}_angles"], rtol=1e-6, atol=0)
+    c, i = nf.Config.read(RELEASED), torch.arange(0, 64, 2).double() / 64
+    plain, yarn = (K.rope_frequencies(c, x).double() for x in (False, True))
+    assert torch.allclose(plain, 10000.0**-i, rtol=1e-6, atol=0)
+    low, high = 15, 25                # 64 ln(65536 / (beta 2 pi)) / (2 ln 160000): 15.5 and 24.7
+    ratio = yarn / 160000.0**-i
+    assert torch.allclose(ratio[: low + 1], torch.ones(low + 1).double(), rtol=1e-6)
+    assert torch.allclose(ratio[high:], torch.ones(32 - high).double() / 16, rtol=1e-6)
+    assert ((ratio[low + 1 : high] < 1) & (ratio[low + 1 : high] > 1 / 16)).all()
+
+
+def test_engram_addresses(engine, monkeypatch):
+    """A hash that differs in one constant or loses high bits (F34), numpy's generator written out
+    wrongly, ids that read alike and fall apart."""
+    golden = {k: G[f"engram.{k}"].tolist() for k in ("primes", "multipliers")}
+    released = json.loads((GOLDEN / "engram_released.json").read_text())
+    for c, want in ((nf.Config.load(GOLDEN), golden), (nf.Config.read(RELEASED), released)):
+        primes = torch.tensor(K.engram_primes(c))
+        assert primes.flatten(1).tolist() == want["primes"]
+        assert tuple(primes.sum((1, 2)).tolist()) == c.engram_num_embeddings
+        assert [K.engram_multipliers(c, i) for i in c.engram_layer_ids] == want["multipliers"]
+    for seed, bound in ((0, 2**40), (10007, 2**62 + 1), (2**32 - 1, 2**63 - 1)):
+        want = numpy.random.default_rng(seed).integers(0, bound, 50).tolist()
+        assert K.default_rng_integers(seed, bound, 50) == want
+    assert torch.equal(engine.ngram[0].int(), G["compressed_token_map"])
+    primes, mult, rolling, want = primes[1], K.engram_multipliers(c, 14), 0, []
+    classes, offsets = [99091, 2, 98000, 5], torch.arange(24).view(3, 8) * 2**34
+    for n, token in enumerate(classes):                  # Python integers never overflow
+        rolling ^= token * mult[n]
+        want += [rolling % int(p) + int(o) for p, o in zip(primes[n - 1], offsets[n - 1]) if n]
+    got = K.ngram_rows(torch.tensor([classes]), torch.tensor(mult), primes, offsets)
+    assert got[0].tolist() == want
+
+
+def test_ngrams_cross_every_seam(engine, monkeypatch):
+    """The history starts afresh at a chunk or belongs to a batch mate (F32)."""
+    rows, inner = [], nf.Engram.rows
+    monkeypatch.setattr(nf.Engram, "rows", lambda me, i: (rows.append(i), inner(me, i))[1])
+    tokens = IDS["text37"][:12]
+    with Run(engine, tokens) as run:
+        run.feed(12)
+    whole = rows[:2]
+    for cut in range(1, 12):
+        with Run(engine, tokens) as run:
+            run.feed(cut, 12 - cut)
+        assert all(torch.equal(torch.cat([rows[i - 4], rows[i - 2]]), whole[i]) for i in (0, 1))
+    with Run(engine, IDS["rand37"]) as a, Run(engine, tokens) as b:
+        engine._forward([(a.seq, 9), (b.seq, 12)], [])
+    assert all(torch.equal(rows[i - 2][9:], whole[i]) for i in (0, 1))
+
+
+def test_index_scores_and_their_storage():
+    """ReLU missing or after the sum: heads of +3 and -3 with weights 1 and 1 give 3; a layout that
+    is written one way and read another (F12)."""
+    q, w = torch.tensor([[[3.0, 0], [-3.0, 0]]]), torch.ones(1, 2)
+    for block in (None, 16):
+        assert K.index_scores(q, w, torch.tensor([[1.0, 0.0]]), block).tolist() == [[3.0]]
+    pool = nf.Pool(torch.tensor([[4, 1, -1], [0, 3, 2]]), 5, 64, 3)
+    slot, i = torch.tensor([0] * 128 + [1] * 192), torch.cat([torch.arange(128), torch.arange(192)])
+    rows = torch.stack([slot, i // 64, i % 64], 1).to(torch.uint8)
+    pool.write(slot, i, rows)
+    assert torch.equal(pool.read(slot, i), rows)
+    assert pool.rows[4, 63].tolist() == [0, 0, 63] and pool.rows[2, 5].tolist() == [1, 2, 5]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 50])
+def test_topk_ties_and_padding(n):
+    """Equal scores at the boundary are taken twice, by chance or as NaN; a filler displaces a valid
+    row whose score is the lowest finite one (F13, F16). k is 3."""
+    make = torch.Generator().manual_seed(n)
+    for scores in (torch.zeros(1, n), torch.randint(0, 3, (1, n), generator=make).float(),
+                   torch.full((1, n), torch.finfo(torch.float32).min),
+                   torch.randint(0, 2, (1, n), generator=make).float().log()):
+        order = sorted(range(n), key=lambda j: (-scores[0, j].item(), j))
+        want = sorted(j for j in order[:3] if scores[0, j] > -math.inf)
+        index = K.mask_to_index(K.topk_mask(scores, 3), 3)
+        assert index.tolist() == [want + [-1] * (3 - len(want))]
+
+
+def test_newest_candidate_block_stays_and_counts():
+    """The newest block is dropped, or kept beside the k others (F13); a tie goes to the upper."""
+    scores = torch.tensor([[5.0, 1, 1, 1, 4, 4, 0, 0, -9, -math.inf]])
+    for s, n, size, k, want in ((scores, 9, 2, 3, [0, 2, 4]), (scores, 9, 2, 1, [4]),
+                                (scores - math.inf, 0, 2, 1, []),
+                                (torch.zeros(1, 6), 6, 1, 3, [0, 1, 5])):
+        kept = K.candidate_blocks(s, torch.tensor([n]), size, k)
+        assert kept[0].nonzero().flatten().tolist() == want
+
+
+def test_attention_and_pooling_by_hand():
+    """A softmax that is not one over all rows and the sink, taken for rounding (F31); NaN rows that
+    nobody wrote; a query that sees nothing; overflow (F22)."""
+    make = torch.Generator().manual_seed(6)
+    q, kv = torch.randn(5, 4, 32, generator=make) * 3, torch.randn(5, 19, 32, generator=make)
+    sink, visible = torch.randn(4, generator=make), torch.rand(5, 19, generator=make) < 0.6
+    visible[3] = False
+    p = torch.einsum("thd,tld->thl", q.double(), kv.double()) * 32**-0.5
+    p = p.masked_fill(~visible[:, None], -math.inf)
+    p = torch.cat([p, sink.double().expand(5, 4)[..., None]], -1).softmax(-1)[..., :-1]
+    want = torch.einsum("thl,tld->thd", p, kv.double())
+    kv[~visible] = math.nan
+    got = K.attend(q, kv, visible, sink)
+    assert (got - want).norm() / want.norm() < 1e-6 and (got[3] == 0).all()
+    assert K.attend(q * 1e4, kv, visible, sink).isfinite().all()
+    pair = torch.randn(2, 7, 2, 16, generator=make) * 4
+    want = (pair[:, :, 1].softmax(0) * pair[:, :, 0]).sum(0)
+    assert torch.allclose(K.pool_pair(*pair), want, atol=1e-6)
+    assert K.pool_pair(*(pair * 1e4)).isfinite().all()
+
+
+def test_experts_clamp(engine):
+    """No clamp, one that holds the gate from below, or one in one kind of expert only (F23)."""
+    gate, up = torch.tensor([50.0, -12.0, 3.0]), torch.tensor([50.0, -50.0, -2.0])
+    want = [x / (1 + math.exp(-x)) * y for x, y in ((10, 10), (-12, -10), (3, -2))]
+    assert K.swiglu(gate, up, 10).tolist() == pytest.approx(want, rel=1e-5)
+    moe, make = engine.model.blocks[3].ffn, torch.Generator().manual_seed(8)
+    x = torch.randn(4, 128, generator=make)
+    for expert in (moe.shared, moe.experts[0]):
+        limit = moe.expert(expert, x * 1e6, 1.0)
+        assert torch.allclose(limit, moe.expert(expert, x * 1e7, 1.0), rtol=1e-4, atol=1e-4)
+
+
+def test_router():
+    """Weighed by the biased score, chosen by the unbiased one, not in fp32, ties anywhere (F24)."""
+    logits = torch.tensor([[4.0, 4.001, 3.0, -2.0]])
+    experts, w = K.route(logits, torch.zeros(4), 2, 1.5)
+    assert experts.tolist() == [[1, 0]] and w.sum().item() == pytest.approx(1.5)
+    experts, w = K.route(logits, torch.tensor([0, 0, 5.0, 0]), 2, 1.5)
+    s = F.softplus(logits.double()).sqrt()[0, [2, 1]]
+    assert experts.tolist() == [[2, 1]]
+    assert w[0].tolist() == pytest.approx((1.5 * s / s.sum()).tolist())
+    assert K.route(torch.zeros(1, 5), torch.zeros(5), 3, 1.5)[0].tolist() == [[0, 1, 2]]
+
+
+def test_hyper_connections():
+    """The golden mixes; Sinkhorn on logits of +-80 (F22); comb's first index is the summed one;
+    hc_eps left out of pre, which no golden number shows; a zero row under eps 1e-20."""
+    tensors = load_file(GOLDEN / "model.safetensors")
+    parts = [tensors[f"layers.1.hc_attn_{n}"] for n in ("fn", "scale", "base")]
+    for got, name in zip(K.hc_mix(G["unit.hc_attn.L1.in"], *parts, 1e-20, 1e-6, 20),
+                         ("pre", "post", "comb")):
+        assert torch.allclose(got, G[f"unit.hc_attn.L1.{name}"], atol=1e-6)
+    a = K.sinkhorn(torch.tensor([[[80.0, -80, 0], [-80, 80, 80], [0, 0, -80]]]), 20, 1e-6)
+    assert a.isfinite().all() and (a >= 0).all()
+    assert torch.allclose(a.sum(-2), torch.ones(3), atol=1e-4)
+    comb = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])                   # stream 0 moves to stream 1
+    moved = K.hc_expand(torch.tensor([[[7.0], [9.0]]]), torch.zeros(1, 1), torch.ones(1, 2), comb)
+    assert moved.flatten().tolist() == [0.0, 7.0]
+    pre, *_ = K.hc_mix(torch.zeros(1, 2, 32), torch.zeros(8, 64), torch.ones(3),
+                       torch.full((8,), -100.0), 1e-20, 0.25, 2)
+    assert torch.allclose(pre, torch.full((1, 2), 0.25))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert (K.rms_norm(torch.zeros(1, 8, dtype=dtype), torch.ones(8), 1e-20) == 0).all()
+
+
+# ------------------------------------------------------------------------------------------------
+# All splits: one forward, state by position
+# ------------------------------------------------------------------------------------------------
+def test_every_next_piece(engine):
+    """Prefill, chunk and decode are three paths that disagree (F01-F05): for 24 tokens every start
+    and every size 1 to 8 after an uncut prefix, then the rest: logits and every visible byte."""
+    tokens, states = IDS["text37"][:24], {}
+    whole = engine.logits(tokens)
+    for n in range(1, 25):
+        poison(engine)
+        with Run(engine, tokens) as run:
+            assert torch.equal(run.feed(n), whole[:n]), f"the first {n} alone"
+            states[n] = run.state()
+    for start, size in itertools.product(range(24), range(1, 9)):
+        if (end := start + size) <= 24:
+            poison(engine)
+            with Run(engine, tokens) as run:
+                assert torch.equal(run.feed(*[n for n in (start, size) if n]), whole[:end])
+                assert not differing(run.state(), states[end]), (start, size)
+                assert end == 24 or torch.equal(run.feed(24 - end), whole[end:]), (start, size)
+
+
+def random_cuts(engine, name, n_cuts):
+    """Random pieces of one sequence against the uncut one."""
+    n, pick = len(IDS[name]), random.Random(name)
+    with Run(engine, IDS[name]) as run:
+        whole, state = run.feed(n), run.state()
+    for _ in range(n_cuts):
+        sizes = []
+        while sum(sizes) < n:
+            sizes.append(min(pick.choice((1, 2, 3, 7, 8, 9, 31, 64, 100)), n - sum(sizes)))
+        poison(engine)
+        with Run(engine, IDS[name]) as run:
+            assert torch.equal(run.feed(*sizes), whole), sizes
+            assert not differing(run.state(), state), sizes
+
+
+def test_random_cuts(engine):
+    """A seam at a page, window or ratio boundary, with window pages freed on the way."""
+    random_cuts(engine, "text200", 12)
+    assert torch.equal(engine.logits(IDS["text200"], [130, 69, 1]), engine.logits(IDS["text200"]))
+
+
+@pytest.mark.long
+def test_random_cuts_long(engine):
+    """The same, a hundred cuts of two sequences."""
+    for name in ("text200", "rand200"):
+        random_cuts(engine, name, 100)
+
+
+def test_lengths_around_every_threshold(engine, reference):
+    """A buffer sized by the wrong ratio, a boundary off by one (F02, F08, F11, F14): every length
+    up to 3 ratios, around window 8, top-k 8 of either ratio, candidates 24 and page 128; after the
+    shortest also greedy tokens, where the first group forms while decoding."""
+    tokens, worst = IDS["text200"], {}
+    with torch.no_grad():
+        for n in (*range(1, 10), *range(15, 20), *range(23, 27), *range(127, 131)):
+            poison(engine)
+            error = engine.logits(tokens[:n])[-1] - reference.forward(torch.tensor(tokens[:n]))[-1]
+            worst[n % 4] = max(worst.get(n % 4, 0), error.abs().max().item())
+        for n in (1, 2, 3, 6):
+            seen = IDS["rand37"][:n]
+            for token in engine.generate([seen], nf.SamplingParams(8, ignore_eos=True))[0].ids:
+                assert token == reference.forward(torch.tensor(seen))[-1].argmax()
+                seen = seen + [token]
+    assert max(worst.values()) < 1e-4, worst
+
+
+@pytest.mark.parametrize("j", [0, 7, 12, 13, 20])
+def test_causality(j, engine):
+    """A token sees its own unfinished group, or the future (F06, F07): change token j; no row
+    before moves a bit, the row itself does, and so does one far beyond the window."""
+    tokens = list(IDS["text37"])
+    before = engine.logits(tokens)
+    tokens[j] = 300 if tokens[j] != 300 else 301
+    moved = (engine.logits(tokens) != before).any(1)
+    assert not moved[:j].any() and moved[j] and moved[j + 9 :].any()
+
+
+def test_window_counts_the_query(tmp_path):
+    """A window that is not applied, or is off by one (F18): one layer that sees 8 tokens only."""
+    variant(tmp_path, 9, num_hidden_layers=1, **ids((), (), None), engram_layer_ids=[])
+    engine, tokens = nf.Engine.load(tmp_path, deterministic=True), IDS["rand37"][:20]
+    moved = (engine.logits(tokens) != engine.logits([300] + tokens[1:])).any(1)
+    assert moved[:8].all() and not moved[8:].any()
+
+
+SHAPES = {
+    "window over pages": dict(sliding_window=200, num_hidden_layers=7),
+    "window of one": dict(sliding_window=1, index_topk=3),
+    "two encoder sources": dict(compress_ratios=[0, 2, 2, 0, 2, 2, 1, 1],
+                                **ids((1, 4, 6), (1, 4, 5, 6, 7), 6)),
+    "one stream, one expert, one group": dict(hc_mult=1, num_experts_per_tok=1, o_groups=1,
+                                              index_topk=1, candidate_topk_blocks=1),
+    "source far from its reader": dict(**ids(index=(2, 5)), candidate_block_size=1, index_topk=5),
+    "other widths": dict(num_attention_heads=4, head_dim=96, qk_rope_head_dim=32, index_n_heads=3,
+                         index_head_dim=64, engram_n_heads=2, engram_max_ngram_size=3, hc_mult=3,
+                         engram_layer_ids=[0, 3]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_other_shapes(shape, tmp_path, monkeypatch):
+    """A number built in that the golden config happens to share (F10); uncut, cut and decoded."""
+    engine = nf.Engine.load(variant(tmp_path, 10, **SHAPES[shape]), deterministic=True)
+    tokens = random.Random(shape).choices(range(5, 512), k=280 if "pages" in shape else 60)
+    whole = engine.logits(tokens)
+    poison(engine)
+    assert torch.equal(engine.logits(tokens, [17, 1, 1, len(tokens) - 19]), whole)
+    assert_all_free(engine)
+    with torch.no_grad():
+        want = Reference.load(tmp_path, quant=False).forward(torch.tensor(tokens))
+    assert (exact_caches(engine, monkeypatch).logits(tokens) - want).abs().max() < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------
+# Batches, pages, requests
+# ------------------------------------------------------------------------------------------------
+def test_batch_mates_change_no_bit(engine):
+    """Neighbours change the text (F26, F44): each of eight requests alone, with the seven others in
+    any slot, and joining later; prompts of 1 to 200 tokens, so prefill and decode rows mix."""
+    prompts = [IDS[s] for s in SEQUENCES if s != "rand200"]          # which holds an image id
+    prompts += [IDS["text37"][:9], IDS["text200"][9:]]
+    params = [nf.SamplingParams(6 + i, temperature=i % 3 * 0.7, top_p=0.9, seed=i, ignore_eos=True)
+              for i in range(8)]
+    alone = [engine.generate([p], q)[0].ids for p, q in zip(prompts, params)]
+    for turn in (0, 3):
+        poison(engine)
+        order = [(i + turn) % 8 for i in range(8)]
+        together = engine.generate([prompts[i] for i in order], [params[i] for i in order])
+        assert [o.ids for o in together] == [alone[i] for i in order]
+    seqs = []
+    for request in zip(prompts, params):                 # a new one joins every second step
+        seqs.append(engine.submit(*request))
+        engine.step()
+        engine.step()
+    while engine.step():
+        pass
+    assert [s.new for s in seqs] == alone
+    with Run(engine, IDS["rand37"]) as a, Run(engine, IDS["text37"]) as b:
+        mixed = engine._forward([(b.seq, 5), (a.seq, 37)], slice(None))
+    assert torch.equal(mixed[5:], engine.logits(IDS["rand37"]))
+    assert torch.equal(mixed[:5], engine.logits(IDS["text37"])[:5])
+
+
+def test_bf16():
+    """Deterministic mode promises bits in bf16 too, near those of fp32; activations x 1e4 through
+    every block stay finite (F22)."""
+    engine = nf.Engine.load(GOLDEN, dtype=torch.bfloat16, deterministic=True, max_batch=3)
+    prompts = [IDS["rand5"], IDS["text37"], IDS["rand37"]]
+    params = nf.SamplingParams(8, ignore_eos=True)
+    together = [o.ids for o in engine.generate(prompts, params)]
+    assert together == [engine.generate([p], params)[0].ids for p in prompts]
+    logits = engine.logits(IDS["text37"], [20, 1, 16])
+    assert torch.equal(logits, engine.logits(IDS["text37"]))
+    assert (logits - G["text37.logits"]).norm() / G["text37.logits"].norm() < 0.1
+    engine.model.embed = engine.model.embed * 1e4
+    assert engine.logits(IDS["rand37"]).isfinite().all()
+
+
+def random_schedules(reference, n_schedules):
+    """Joins, leaves, cancellations and too-large requests at random, in too small a pool."""
+    engine = nf.Engine.load(GOLDEN, deterministic=True, max_batch=3, max_pages=5, chunk=24)
+    poison(engine)
+    pick, texts = random.Random(11), []
+    with torch.no_grad():
+        for n in (1, 2, 3, 9, 30, 60, 125, 127, 128, 140):
+            tokens = IDS["text200"][n % 7 : n % 7 + n]
+            for _ in range(6):
+                tokens = tokens + [int(reference.forward(torch.tensor(tokens))[-1].argmax())]
+            texts.append((tokens[:n], tokens[n:]))
+    for _ in range(n_schedules):
+        alive = []
+        for _ in range(pick.randint(3, 12)):
+            what = pick.random()
+            if what < 0.5:
+                (prompt, want), n = pick.choice(texts), pick.randint(1, 6)
+                seq = engine.submit(prompt, nf.SamplingParams(n, ignore_eos=True))
+                alive.append((seq, want[:n]))
+            elif what < 0.6 and alive:
+                engine.cancel(pick.choice(alive)[0])
+            elif what < 0.7:
+                with pytest.raises(ValueError, match="need 6 pages of 128 tokens, the pool has 5"):
+                    engine.submit(IDS["text200"] * 3, nf.SamplingParams(41))
+            else:
+                engine.step()
+        while engine.step():
+            pass
+        for seq, want in alive:
+            assert seq.new == want[: len(seq.new)]
+            assert (seq.finish_reason, len(seq.new)) == ("length", len(want)) or (
+                seq.finish_reason == "cancelled")
+        assert_all_free(engine)
+
+
+def test_random_schedules(reference):
+    """A page lost or shared after some order of joins, leaves and cancellations."""
+    random_schedules(reference, 20)
+
+
+@pytest.mark.long
+def test_random_schedules_long(reference):
+    """The same, 200 schedules."""
+    random_schedules(reference, 200)
+
+
+def test_capacity_and_context(tmp_path):
+    """Slots run out in the middle (F43): two pages hold 256 tokens, the last new one included; the
+    last position of the context is unusable, or one past it is used."""
+    engine = nf.Engine.load(golden_copy(tmp_path, golden_config(max_position_embeddings=280)),
+                            max_pages=2, max_batch=1)
+    prompt = (IDS["text200"] * 2)[:250]
+    for new in (5, 6):
+        out = engine.generate([prompt], nf.SamplingParams(new, ignore_eos=True))[0]
+        assert len(out.ids) == new and out.finish_reason == "length"
+    for prompts in ([prompt], [[5], prompt]):            # refused before any work on the first
+        with pytest.raises(ValueError, match="need 3 pages of 128 tokens, the pool has 2"):
+            engine.generate(prompts, nf.SamplingParams(7))
+    with pytest.raises(ValueError, match="250 prompt and 31 new tokens exceed the context of 280"):
+        engine.generate([prompt], nf.SamplingParams(31))
+    assert_all_free(engine)
+    engine = nf.Engine.load(tmp_path, max_pages=3, max_batch=1)
+    assert len(engine.generate([prompt], nf.SamplingParams(30, ignore_eos=True))[0].ids) == 30
+    assert engine.logits((IDS["text200"] * 2)[:280]).shape == (280, 512)
+
+
+def test_window_pages_are_freed_on_the_way(engine):
+    """Window pages pile up with the length, or are freed while a query still sees them."""
+    with Run(engine, IDS["text200"] * 5) as run:
+        for _ in range(50):
+            run.feed(20)
+            first_seen = run.seq.n_cached + 1 - engine.cache.W
+            assert len(run.seq.window) <= 2 and min(run.seq.window) == first_seen // nf.PAGE
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_errors_give_pages_back(error, engine, monkeypatch):
+    """A forward that fails in the middle keeps its pages, or the next request reads its state."""
+    inner, calls = nf.MoE.__call__, itertools.count()
+
+    def fail(me, x):
+        if next(calls) == 30:
+            raise error("injected")
+        return inner(me, x)
+    monkeypatch.setattr(nf.MoE, "__call__", fail)
+    with pytest.raises(error, match="injected"):
+        engine.generate([IDS["rand37"], IDS["text37"]], nf.SamplingParams(20))
+    assert_all_free(engine)
+    assert torch.equal(engine.logits(IDS["rand5"]), engine.logits(IDS["rand5"], [2, 3]))
+
+
+def test_closing_a_stream_cancels_it(engine):
+    """An abandoned stream runs on and holds its pages; a stream never begun takes none."""
+    engine.stream(IDS["rand5"])
+    stream = engine.stream(IDS["rand5"], nf.SamplingParams(50, ignore_eos=True))
+    next(stream)
+    assert engine.running
+    done = engine.generate([IDS["rand37"]], nf.SamplingParams(4))[0]           # beside it
+    stream.close()
+    assert done.ids == engine.generate([IDS["rand37"]], nf.SamplingParams(4))[0].ids
+
+
+def test_eos_stops(engine, monkeypatch):
+    """The eos is printed, or the reason is wrong."""
+    tokens = G["greedy0.tokens"].tolist()
+    monkeypatch.setattr(engine, "cfg", dataclasses.replace(engine.cfg, eos_token_id=tokens[5]))
+    out = engine.generate([G["greedy0.prompt"].tolist()], nf.SamplingParams(20))[0]
+    assert out.ids == tokens[:5] and out.finish_reason == "stop" and out.stats["new"] == 5
+
+
+@pytest.mark.parametrize("prompt, reason", [
+    ([], "prompt is empty"), ([-1], "token id -1 "), ([512], "token id 512 "), ([5, 4], "an image"),
+    ([1.5], "token id 1.5 "), (["a"], "token id 'a' "), ("\udcff", "not valid Unicode")])
+def test_bad_prompts_are_refused(prompt, reason, engine):
+    """A negative id indexes from the end, an image is read as text (F14, F33, F35)."""
+    with pytest.raises(ValueError, match=reason):
+        engine.generate([IDS["rand5"], prompt])
+    with pytest.raises(ValueError, match=reason):
+        engine.stream(prompt)
+
+
+def test_bad_calls_are_refused(engine):
+    """Arguments that do not fit are cut or ignored."""
+    with pytest.raises(ValueError, match="2 prompts but 1 params"):
+        engine.generate([[5], [6]], [nf.SamplingParams()])
+    with pytest.raises(ValueError, match="takes a list of prompts"):
+        engine.generate("In the")
+    for chunks in ([4], [6, -1], [5, 0], []):
+        with pytest.raises(ValueError, match="do not cut 5 tokens"):
+            engine.logits(IDS["rand5"], chunks)
+    for changes in (dict(max_batch=0), dict(chunk=4), dict(max_pages=-1), dict(chunk=True)):
+        with pytest.raises(ValueError, match="whole number|below max_batch"):
+            nf.Engine.load(GOLDEN, **changes)
+    for bad in (dict(temperature=-1.0), dict(temperature=1e-45), dict(temperature=math.nan),
+                dict(temperature=math.inf), dict(top_p=0.0), dict(top_p=1.1), dict(top_p=math.nan),
+                dict(seed=-1), dict(seed=2**64), dict(max_tokens=0), dict(max_tokens=1.5)):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} is "):
+            nf.SamplingParams(**bad)
+    assert engine.generate([]) == []
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes, other than views of the cache."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.size, self.known = 0, {p.rows.data_ptr() for p in cache.window}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.known:
+                self.size = max(self.size, t.numel())
+        return out
+
+
+def test_memory_is_bounded_by_the_chunk(plain):
+    """A gather of all rows x all keys, or index scores for a whole prompt at once (F15)."""
+    size = {}
+    for n in (600, 1800):
+        with Run(plain, (IDS["text200"] * 9)[:n]) as run, Largest(plain.cache) as largest:
+            for _ in range(n // 60):
+                plain._forward([(run.seq, 60)], [59])
+        size[n] = largest.size
+    assert size[1800] <= max(size[600], nf.ROWS * 16 * K.KEY_BLOCK)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sampling
+# ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.5, 1.0), (1.0, 0.7), (0.7, 0.35)])
+def test_sampling_is_exact(temperature, top_p):
+    """The distribution is not softmax(logits / T) cut to the smallest set whose mass reaches top_p,
+    the crossing token included. 8,000 draws, chi-square at p = 1e-4."""
+    logits, n = torch.tensor([1.0, 0.5, 0.0, -1.0, 2.0, 0.5, -0.3, -4.0]), 8000
+    p = (logits.double() / temperature).softmax(0)
+    kept, mass = [], 0.0
+    for i in sorted(range(8), key=lambda i: (-p[i].item(), i)):
+        kept += [i] * (mass < top_p)
+        mass += p[i].item()
+    draws = torch.tensor([K.sample(logits, temperature, top_p, 12, pos) for pos in range(n)])
+    counts = draws.bincount(minlength=8)
+    assert counts[kept].sum() == n
+    want = p[kept] / p[kept].sum() * n
+    chi = ((counts[kept] - want) ** 2 / want)[want >= 5].sum().item()
+    assert chi < [0, 15.2, 18.5, 21.2, 23.6, 25.8, 27.9, 29.9, 31.9][int((want >= 5).sum())]
+
+
+def test_sampling_edges(engine):
+    """Another generator than Philox4x32-10; ties; tiny top_p and temperature (trap table); a seed
+    that changes nothing, or a draw that depends on batch mates."""
+    zero = torch.tensor(0)
+    assert K.philox(0, zero, zero).item() == 0x6627E8D5              # its authors' test vector
+    u = K.philox(2**63 + 3, torch.arange(100000), zero + 7).double() / 2**32
+    assert abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.002
+    logits, far = torch.tensor([1.0, 3.0, 3.0, 2.9]), torch.tensor([1.0, 3.0, 2.8])
+    assert K.sample(logits, 0, 1.0, 0, 0) == 1
+    assert all(K.sample(logits, 1.0, 1e-9, 0, pos) == 1 for pos in range(50))
+    assert all(K.sample(far, 1e-3, 1.0, seed, 5) == 1 for seed in range(50))
+    params = [nf.SamplingParams(12, temperature=1.0, seed=s, ignore_eos=True) for s in (1, 2, 1)]
+    one, two, three = (o.ids for o in engine.generate([IDS["rand5"]] * 3, params))
+    assert one == three != two
+
+
+# ------------------------------------------------------------------------------------------------
+# Mutants: one wrong line each, and the experiment that must see it
+# ------------------------------------------------------------------------------------------------
+def mutated(file, old, new):
+    """nanoflash (and the kernels it uses) with one piece of source replaced, under another name."""
+    made = {}
+    for name in ("kernels", "nanoflash"):
+        text, kept = (HERE / f"{name}.py").read_text(), sys.modules["kernels"]
+        assert name != file or text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
+        module = made[name] = sys.modules[f"mutant_{name}"] = types.ModuleType(f"mutant_{name}")
+        module.__file__, sys.modules["kernels"] = str(HERE / f"{name}.py"), made["kernels"]
+        try:
+            exec(text.replace(old, new) if name == file else text, module.__dict__)
+        finally:
+            sys.modules["kernels"] = kept
+    return made["nanoflash"]
+
+
+def golden_error(module):
+    """Largest error of two sequences' logits on the golden checkpoint; inf for a crash or NaN."""
+    try:
+        engine = module.Engine.load(GOLDEN)
+        errors = [engine.logits(IDS[s]) - G[f"{s}.logits"] for s in ("text37", "rand37")]
+        return torch.cat(errors).abs().nan_to_num(math.inf).max().item()
+    except (RuntimeError, IndexError, ValueError):
+        return math.inf
+
+
+FORMULAS = [     # what is wrong, file, right source, wrong source
+    ("visibility rounds up", "nanoflash", "(batch.pos + 1) // r", "(batch.pos + ratio) // r"),
+    ("window off by one", "nanoflash", "torch.arange(1 - self.c.sl", "torch.arange(0 - self.c.sl"),
+    ("YaRN everywhere", "nanoflash", "K.rope_frequencies(c, x)", "K.rope_frequencies(c, True)"),
+    ("YaRN nowhere", "kernels", "    if not compressed:\n        return", "    return"),
+    ("half-split rotation", "kernels", "tail[..., 0::2], tail[..., 1::2]", "tail.chunk(2, -1)"),
+    ("no rotation back", "nanoflash", "K.rope(o, cos, -sin)", "K.rope(o, cos, 0 * sin)"),
+    ("group position", "nanoflash", "K.rotation(group * self.plan.ratio,", "K.rotation(group,"),
+    ("index key after rotation", "nanoflash", "wk(latent)", "wk(K.rope(latent, *rotate))"),
+    ("no ReLU in index scores", "kernels", "s.relu() * w", "s * w"),
+    ("candidates ignored", "nanoflash", 'if self.plan.candidates == "reader":', "if False:"),
+    ("newest block not kept", "kernels", "best.masked_fill(block == newest, torch.inf)", "best"),
+    ("no sink", "kernels", " + torch.exp(sink[:, None] - top))", ")"),
+    ("query normed per head", "nanoflash", "q = K.rope(self.wq_b(qr).unflatten(1, (c.num_att",
+     "q = K.rope(K.rms_norm(self.wq_b(qr), torch.ones(1), 0).unflatten(1, (c.num_att"),
+    ("own pre", "nanoflash", "K.hc_collapse(h, pre), self", "K.hc_collapse(h, pre_next), self"),
+    ("comb transposed", "kernels", "comb[:, j, :, None] * h", "comb[:, :, j, None] * h"),
+    ("19 Sinkhorn rounds", "kernels", "range(iters - 1):", "range(iters - 2):"),
+    ("bias weighs", "kernels", "w = s.gather(1, experts)", "w = (s + bias).gather(1, experts)"),
+    ("no clamp", "kernels", "gate = gate.clamp(max=limit)", "gate = gate"),
+    ("routing weight twice", "nanoflash", "w2((weight * K.sw", "w2((weight * weight * K.sw"),
+    ("swapped nibbles", "kernels", "E2M1[byte & 15], E2M1[byte >> 4]",
+     "E2M1[byte >> 4], E2M1[byte & 15]"),
+    ("scale rounds down", "kernels", " + (bits & 0x7FFFFF != 0)", ""),
+    ("gates ignored", "kernels", "(a * first[:, 0] + b * second[:, 0]) / (a + b)",
+     "(first[:, 0] + second[:, 0]) / 2"),
+    ("latents in the window's format", "nanoflash", "K.quantize_latent(latent))",
+     "K.quantize_latent(K.dequantize_fp8(K.quantize_fp8(latent * 1.01))))"),
+    ("fresh primes per order", "kernels", "while p in taken or", "while"),
+    ("uncompressed ids", "nanoflash", "out.append(classes.setdefault(key, len(classes)))",
+     "out.append(i), classes.setdefault(key, i)"),
+    ("engram without the root", "kernels", "dot.sign() * dot.abs().clamp(min=1e-6).sqrt()", "dot"),
+]
+STATES = [       # right on an uncut prompt, wrong at a seam, a page, or beside others
+    ("ring of one slot", "nanoflash", "% RING]                   # read", "% RING - 1]  #"),
+    ("pairs end at a seam", "nanoflash", "now.roll(1, 0), before)", "now.roll(1, 0), now)"),
+    ("window page freed early", "nanoflash", "seq.n_cached + 1 - self.W]", "seq.n_cached]"),
+    ("history of the batch mate", "nanoflash", "seq.ids[max(0, a", "work[0][0].ids[max(0, a"),
+    ("keys of the first slot", "nanoflash", "kv_source].read(slot, group))\n            for",
+     "kv_source].read(0, group))\n            for"),
+    ("rows in blocks of what comes", "kernels", "    if block is None:\n        return x",
+     "    return x"),
+]
+
+
+@pytest.mark.parametrize("mutant", [("nothing", "kernels", "E8M0 = ", "E8M0 = "), *FORMULAS],
+                         ids=lambda m: m[0])
+def test_formula_mutant_is_caught(mutant):
+    """The golden comparison would not see this wrong formula, or it fails on the right one."""
+    error = golden_error(mutated(*mutant[1:]))
+    assert error < 1e-4 if mutant[0] == "nothing" else error > 1e-3
+
+
+@pytest.mark.parametrize("mutant", [("nothing", "kernels", "E8M0 = ", "E8M0 = "), *STATES],
+                         ids=lambda m: m[0])
+def test_state_mutant_is_caught(mutant):
+    """The seam and batch tests would not see this fault of the state, or fail on the right one."""
+    engine = mutated(*mutant[1:]).Engine.load(GOLDEN, deterministic=True)
+    poison(engine)
+    a, b = IDS["text200"][:140], IDS["rand37"]
+    whole = engine.logits(a)
+    same = torch.equal(engine.logits(a, [9, 2, 1, 119, 1, 2, 1, 5]), whole)
+    with Run(engine, b) as first, Run(engine, a) as second:
+        for mine, other, at in ((9, 11, 0), (40, 3, 9)):
+            mixed = engine._forward([(first.seq, other), (second.seq, mine)], slice(None))[other:]
+            same = same and torch.equal(mixed, whole[at : at + mine])
+    assert same == (mutant[0] == "nothing")
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------
+def test_command_line(engine, tmp_path):
+    """Output that differs from the API's; statistics on stdout; generation_config.json ignored, or
+    stronger than a flag; a process group for one rank, or two ranks ignored."""
+    run = command("--prompt", "In the beginning", "--max-tokens", "12", "--stats")
+    want = engine.generate(["In the beginning"], nf.SamplingParams(12))[0]
+    assert run.returncode == 0 and run.stdout == want.text + "\n"
+    assert re.fullmatch(r"prompt 9, cached 0, new 12, first_token_s [\d.]+, tokens_per_s [\d.]+, "
+                        r"pages 1\n", run.stderr)
+    (golden_copy(tmp_path) / "generation_config.json").write_text('{"temperature": 0.0005}')
+    model = ("--model", str(tmp_path), "--prompt", "x", "--max-tokens", "2")
+    assert "temperature is 0.0005" in command(*model).stderr
+    rank = {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
+    assert command(*model, "--temperature", "0", env=rank).returncode == 0
+    run = command("--prompt", "Hi", env={**rank, "WORLD_SIZE": "2"})
+    assert run.returncode == 2 and "one rank, not on 2" in run.stderr
+
+
+@pytest.mark.parametrize("line, reason", [
+    ("--prompt Hi --chat", "no chat marks"), ("--prompt Hi --model no/folder", "no config.json at"),
+    ("--prompt Hi --temperature -1", "temperature is -1.0"),
+    ("--prompt Hi --max-tokens 5000", "exceed the context of 4096"),
+    ("--plan --ranks 5", "12 experts cannot be divided over 5 ranks"),
+    ("--max-tokens 5", "--prompt (or --plan) is needed")])
+def test_mistakes_end_in_one_line(line, reason):
+    """A traceback, or exit status 0, for something that a user got wrong."""
+    run = command(*line.split())
+    assert run.returncode == 2 and reason in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr and run.stdout == ""
