@@ -1346,6 +1346,8 @@ def run(args):
                           for name, given, otherwise in (("temperature", args.temperature, 0.0),
                                                          ("top_p", args.top_p, 1.0)))
     params = SamplingParams(args.max_tokens, temperature, top_p, args.seed)
+    if memory(Config.load(args.model))["weights"] < 2**28:
+        torch.set_num_threads(1)                 # on small tensors a second thread only costs
     engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
                          max_batch=1, progress=progress)
     prompt = engine.prompt.chat([{"role": "user", "content": args.prompt}], args.think,
