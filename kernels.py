@@ -55,7 +55,7 @@ def _e2m1_code(q):
 def quantize_fp8(x):
     """Window row: x [..., n] -> bytes [..., n + n/32], e4m3 values then ue8m0 scales (528 of 512).
 
-    scale = 2^ceil(log2(max(amax, 1e-4) / 448)) over each 32 channels (architecture section 7).
+    scale = 2^ceil(log2(max(amax, 1e-4) / 448)) over each 32 channels.
     """
     b = _blocks(x, FP8_BLOCK)
     scale = _ue8m0_ceil(b.abs().amax(-1).clamp(min=1e-4) / 448)
@@ -148,9 +148,9 @@ def linear(x, w, block=None):
     if block is None:
         return x @ w.T
     n_rows, n_out = x.shape[0], w.shape[0]
-    w = w.expand(2, -1) if n_out == 1 else w     # a single column sums in another order
-    x = F.pad(x, (0, 0, 0, -n_rows % block)).view(-(-n_rows // block), block, x.shape[1])
-    return torch.bmm(x, w.T.expand(x.shape[0], -1, -1)).flatten(0, 1)[:n_rows, :n_out]
+    w = w.expand(2, -1) if n_out == 1 else w             # BLAS sums a single column otherwise
+    blocks = F.pad(x, (0, 0, 0, -n_rows % block)).split(block)
+    return torch.cat([b @ w.T for b in blocks])[:n_rows, :n_out]
 
 
 def rms_norm(x, weight, eps):
@@ -209,7 +209,7 @@ def swiglu(gate, up, limit):
 
 
 # ------------------------------------------------------------------------------------------------
-# mHC: single-pass manifold-constrained hyper-connections (architecture section 2)
+# mHC: single-pass manifold-constrained hyper-connections
 # ------------------------------------------------------------------------------------------------
 def sinkhorn(a, iters, eps):
     """a [T, S, S] -> nearly doubly stochastic [T, S, S]: rows along the last axis, then columns."""
@@ -249,7 +249,7 @@ def hc_expand(h, y, post, comb):
 
 
 # ------------------------------------------------------------------------------------------------
-# Sparse attention (architecture sections 3 and 4)
+# Sparse attention
 # ------------------------------------------------------------------------------------------------
 KEY_BLOCK = 1024    # index keys that one product sees: bounds memory; padded in deterministic mode
 
@@ -321,7 +321,9 @@ def attend(q, kv, visible, sink):
     One softmax over all L rows of a token; the per-head logit sink [H] joins the denominator only.
     Scale d^-0.5. A query that sees nothing returns zeros. Invisible rows may hold anything (NaN).
     """
-    if kv.shape[1] == 1:                                 # a single row sums in another order
+    if q.shape[0] == 1:                                  # BLAS sums a batch of one, or one row,
+        return attend(*(t.expand(2, *t.shape[1:]) for t in (q, kv, visible)), sink)[:1]
+    if kv.shape[1] == 1:                                 # otherwise than in company
         kv, visible = F.pad(kv, (0, 0, 0, 1)), F.pad(visible, (0, 1))
     kv = kv.masked_fill(~visible[:, :, None], 0)
     logits = torch.bmm(q, kv.transpose(1, 2)) * q.shape[-1] ** -0.5             # [T, H, L]
@@ -332,7 +334,7 @@ def attend(q, kv, visible, sink):
 
 
 # ------------------------------------------------------------------------------------------------
-# Experts (architecture section 5)
+# Experts
 # ------------------------------------------------------------------------------------------------
 def route(logits, bias, k, scale):
     """sqrt-softplus router: logits [T, E], bias [E] -> experts int64 [T, k], weights fp32 [T, k].
@@ -347,7 +349,7 @@ def route(logits, bias, k, scale):
 
 
 # ------------------------------------------------------------------------------------------------
-# Engram (architecture section 6)
+# Engram
 # ------------------------------------------------------------------------------------------------
 # numpy promises no stable stream, so its generator stands here, on Python ints.
 def seed_sequence(entropy, n=8):

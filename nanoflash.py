@@ -31,6 +31,7 @@ import itertools
 import json
 import math
 import mmap
+import operator
 import os
 import sys
 import time
@@ -52,7 +53,8 @@ DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "golden"
 # ================================================================================================
 # Config: config.json, checked, and one LayerPlan per layer
 # ================================================================================================
-# keys that change the arithmetic, and the one value of each that this engine computes.
+# keys that change the arithmetic, and the one value of each that this engine computes (also where
+# the key is absent)
 REQUIRED = {
     "hidden_act": "silu", "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
     "norm_topk_prob": True, "attention_bias": False, "n_shared_experts": 1,
@@ -65,6 +67,23 @@ REQUIRED = {
 INERT = {
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache",
     "initializer_range", "attention_dropout", "pad_token_id", "auto_map",
+}
+NEEDS = {              # key -> the keys that must stand beside it where it turns a mechanism on
+    "candidate_source_layer_id": ("candidate_topk_blocks", "candidate_block_size"),
+    "engram_layer_ids": ("engram_num_embeddings", "engram_vocab_size", "engram_max_ngram_size",
+                         "engram_n_heads", "engram_head_dim", "engram_pad_token_id",
+                         "engram_compressed_vocab_size"),
+    "num_nextn_predict_layers": ("dspark_target_layer_ids", "dspark_block_size",
+                                 "dspark_noise_token_id", "dspark_markov_rank",
+                                 "dspark_n_routed_experts", "dspark_num_experts_per_tok"),
+}
+KINDS = {              # annotation -> what it stands for, and whether a value is that
+    "int": ("a whole number from 0 below 2^31", lambda x: type(x) is int and 0 <= x < 2**31),
+    "float": ("a number from 0 below 2^31", lambda x: type(x) in (int, float) and 0 <= x < 2**31),
+    "tuple": ("a list of whole numbers from 0 below 2^31",
+              lambda x: type(x) is tuple and all(map(KINDS["int"][1], x))),
+    "dict": ("an object with whole numbers as sizes",
+             lambda x: type(x) is dict and all(KINDS["int"][1](x.get(n, 0)) for n in VISION)),
 }
 RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engram_pad_token_id"}
 
@@ -112,7 +131,7 @@ class Config:
     bos_token_id: int; eos_token_id: int; image_token_id: int | None = None
     # two-level top-k
     candidate_source_layer_id: int | None = None
-    candidate_topk_blocks: int = 0; candidate_block_size: int = 1
+    candidate_topk_blocks: int = 0; candidate_block_size: int = 0
     # n-gram memory
     engram_layer_ids: tuple = (); engram_num_embeddings: tuple = (); engram_vocab_size: int = 0
     engram_max_ngram_size: int = 0; engram_n_heads: int = 0; engram_head_dim: int = 0
@@ -137,34 +156,35 @@ class Config:
     @classmethod
     def read(cls, raw):
         """A config.json's dict -> Config; unknown keys and values not honoured are refused."""
-        known, values = {f.name: f for f in fields(cls) if f.init}, {}
+        known = {f.name.replace("rope_scaling_", "rope_scaling."): f for f in fields(cls) if f.init}
+        values = {}
         for key, value in _flatten(raw):
             key = RENAMED.get(key, key)
-            name = key.replace(".", "_")
             if key in REQUIRED:
                 need(value == REQUIRED[key], f"config.json: {key} is {value!r}; this engine "
                      f"computes {REQUIRED[key]!r} only")
-            elif name in known:
+            elif key in known:
                 value = tuple(value) if isinstance(value, list) else value
-                need(values.setdefault(name, value) == value, f"config.json: {key} is both "
-                     f"{values[name]!r} and {value!r}")
+                need(values.setdefault(key, value) == value, f"config.json: {key} is both "
+                     f"{values[key]!r} and {value!r}")
             else:
                 need(key in INERT, f"config.json: unknown key {key!r}")
-        lost = [n for n, f in known.items() if n not in values
+        lost = [k for k, f in known.items() if k not in values
                 and f.default is f.default_factory is MISSING]
+        for key, beside in NEEDS.items():
+            on = values.get(key) not in (None, (), 0) or any(k in values for k in beside)
+            lost += [k for k in (key, *beside) if on and k not in values]
         need(not lost, f"config.json lacks {', '.join(lost)}")
-        return cls(**values)
+        return cls(**{known[k].name: v for k, v in values.items()})
 
     def __post_init__(self):
         for f in fields(self):
             value, kind = getattr(self, f.name), f.type.split()[0]
-            if value is None and "None" in f.type:
-                continue
-            is_kind = type(value).__name__ in (kind, "int" if kind == "float" else kind)
-            need(is_kind, f"config.json: {f.name} is {value!r}, not of type {kind}")
-            least = 0 if f.default == 0 or f.name.endswith("_id") else 1e-30
-            need(kind in ("tuple", "dict") or value >= least,
-                 f"config.json: {f.name} is {value!r}, which must be positive")
+            if f.init and not (value is None and "None" in f.type):
+                what, is_one = KINDS[kind]
+                need(is_one(value), f"config.json: {f.name} is {value!r:.60}, not {what}")
+                need(value != 0 or f.default == 0 or f.name.endswith("_id"),
+                     f"config.json: {f.name} is 0, which must be positive")
         self._check_sizes()
         object.__setattr__(self, "layers", _schedule(self))
 
@@ -176,36 +196,38 @@ class Config:
                  f"not a multiple of {unit} (its quantizer's block, its pairs or its groups)")
         for large, *smalls in (
                 ("head_dim", "qk_rope_head_dim"), ("index_head_dim", "qk_rope_head_dim"),
+                ("max_position_embeddings", "sliding_window", "index_topk"),
                 ("n_routed_experts", "num_experts_per_tok"),
                 ("dspark_n_routed_experts", "dspark_num_experts_per_tok"),
                 ("vocab_size", "engram_compressed_vocab_size", "bos_token_id", "eos_token_id",
-                 "engram_pad_token_id", "dspark_noise_token_id")):
+                 "engram_pad_token_id", "dspark_noise_token_id", "image_token_id")):
             for small in smalls:
-                a, b = getattr(self, small), getattr(self, large)
+                a, b = getattr(self, small) or 0, getattr(self, large)
                 need(a + small.endswith("_id") <= b, f"config.json: {small} {a} is outside its "
                      f"limit, {large} {b}")
         n = len(self.engram_layer_ids)
         need(len(self.engram_num_embeddings) == n, f"config.json: {n} engram layers but "
              f"{len(self.engram_num_embeddings)} engram_num_embeddings")
         need(not n or self.engram_max_ngram_size >= 2, "config.json: engram_max_ngram_size below 2")
+        need(min(self.rope_theta, self.compress_rope_theta) > 1, "config.json: a rope theta is 1")
 
 
 def _json(path):
     try:
         return json.loads(path.read_text("utf-8"))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not JSON: {e}") from None
 
 
 def _flatten(raw):
-    """(key, value) pairs: text_config's like the top level's, other nested ones as outer.inner."""
-    need(isinstance(raw, dict), "config.json does not hold an object")
+    """(key, value) pairs: text_config's like the top level's, inner ones as outer.inner."""
+    need(isinstance(raw, dict), f"config.json holds {raw!r:.40} where an object should be")
     for key, value in raw.items():
         if key == "text_config":
             yield from _flatten(value)
-        elif isinstance(value, dict) and key != "vision_config":
+        elif key in ("rope_scaling", "quantization_config") and isinstance(value, dict):
             yield from ((f"{key}.{inner}", v) for inner, v in value.items())
-        elif value is not None:
+        elif value is not None or key == "candidate_source_layer_id":
             yield key, value
 
 
@@ -214,14 +236,15 @@ def _schedule(c):
     L, ratios, cand = c.num_hidden_layers, c.compress_ratios, c.candidate_source_layer_id
     need(len(ratios) == L + c.num_nextn_predict_layers, f"config.json: compress_ratios has "
          f"{len(ratios)} entries for {L} layers and {c.num_nextn_predict_layers} draft stages")
-    need(not any(ratios[L:]), "config.json: a draft stage must have compress ratio 0")
+    need(set(ratios[L:]) <= {0}, "config.json: a draft stage must have compress ratio 0")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
                  "dspark_target_layer_ids"):
         ids = getattr(c, name)
-        need(all(type(i) is int and 0 <= i < L for i in ids) and list(ids) == sorted(set(ids)),
+        need(all(i < L for i in ids) and list(ids) == sorted(set(ids)),
              f"config.json: {name} {list(ids)} must ascend within 0..{L - 1}")
-    need(cand is None or cand in c.index_source_layer_ids and c.candidate_topk_blocks,
-         f"config.json: candidate source {cand} is no index source, or candidate_topk_blocks is 0")
+    need(cand is None or cand in c.index_source_layer_ids and c.candidate_topk_blocks
+         and c.candidate_block_size, f"config.json: candidate source {cand} is no index source, or "
+         "the number or size of its blocks is 0")
     kv, index, plans = None, None, []
     for i, ratio in enumerate(ratios[:L]):
         is_kv, is_index = i in c.kv_source_layer_ids, i in c.index_source_layer_ids
@@ -248,7 +271,7 @@ def _schedule(c):
 # ================================================================================================
 # Checkpoint: the expected inventory, the mapped files, the memory plan
 # ================================================================================================
-# Every tensor of the published layout (architecture section 7). A line: part, family, format, then
+# Every tensor of the published layout. A line: part, family, format, then
 # `name shape` items; the letters of shapes are those of `inventory`.
 LAYOUT = """
 top            head           bf16  embed.weight V D; head.weight V D; norm.weight D
@@ -289,6 +312,7 @@ PLAIN = {"bf16": ("BF16",), "f32": ("F32",), "any": ("F32", "BF16")}         # a
 PACKED = {"fp8": ("F8_E4M3", 1, 32), "fp4": ("I8", 2, 1), "rows": ("F8_E4M3", 1, 1)}
 # ^ a .weight [out, in] of that type with that many columns a byte, and a .scale for every so many
 #   rows and 32 columns
+VISION = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", "num_hidden_layers")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8,
           "F8_E4M3": K.E4M3, "F8_E8M0": K.E8M0}
 
@@ -311,8 +335,7 @@ def inventory(c):
     D, S, H, d, m, w = (c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim,
                         c.dspark_markov_rank, c.engram_head_dim)
     Hi, di, stages = c.index_n_heads, c.index_head_dim, c.num_nextn_predict_layers
-    v, i, patch, down = (c.vision_config.get(x, 0) for x in (
-        "hidden_size", "intermediate_size", "patch_size", "downsample_ratio"))
+    v, i, patch, down, n_images = (c.vision_config.get(x, 0) for x in VISION)
     letters = {
         "V": c.vocab_size, "D": D, "S": S, "H": H, "d": d, "Q": c.q_lora_rank, "M": (2 + S) * S,
         "SD": S * D, "S1D": (S + 1) * D, "Hd": H * d, "Hd/G": H * d // c.o_groups, "w": w, "m": m,
@@ -328,7 +351,7 @@ def inventory(c):
         out = {}
         for family, form, items in parts[part]:
             for name, *shape in map(str.split, items.split(";")):
-                shape = tuple(more.get(x) or letters[x] for x in shape)
+                shape = tuple(more[x] if x in more else letters[x] for x in shape)
                 if form in PLAIN:
                     out[name] = Spec(PLAIN[form], shape, family)
                     continue
@@ -358,7 +381,7 @@ def inventory(c):
                             ("last_draft", at == f"mtp.{stages - 1}.")):
             if there:
                 add(at, expand(part, R=part == "engram" and c.engram_num_embeddings[p.engram]))
-    for n in range(c.vision_config.get("num_hidden_layers", 0)):
+    for n in range(n_images):
         add(f"vision.blocks.{n}.", expand("vision_block"))
         add("", expand("vision"))
     return specs
@@ -391,9 +414,12 @@ class Checkpoint:
         index, shards = self.folder / "model.safetensors.index.json", {}
         if not index.is_file():
             return {"model.safetensors": None}
-        for name, shard in _json(index)["weight_map"].items():
-            need(Path(shard).name == shard != "..", f"{index.name}: {name} lies in {shard!r}, "
-                 "which is no file of this folder")
+        listed = _json(index)
+        listed = listed.get("weight_map") if isinstance(listed, dict) else None
+        need(isinstance(listed, dict), f"{index} has no weight_map")
+        for name, shard in listed.items():
+            need(isinstance(shard, str) and Path(shard).name == shard != "..", f"{index.name}: "
+                 f"{name} lies in {shard!r}, which is no file of this folder")
             shards.setdefault(shard, set()).add(name)
         return shards
 
@@ -401,7 +427,7 @@ class Checkpoint:
         """Map one file; -> {name: (map, dtype, shape, first byte)}."""
         if not path.is_file():
             raise FileNotFoundError(f"no {path.name} in {path.parent}")
-        size, out = path.stat().st_size, {}
+        size, out, ends = path.stat().st_size, {}, []
         try:
             with open(path, "rb") as f:
                 n = int.from_bytes(f.read(8), "little")
@@ -409,12 +435,14 @@ class Checkpoint:
                 mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
             for name in header.keys() - {"__metadata__"}:
                 dtype, shape = header[name]["dtype"], tuple(header[name]["shape"])
-                begin, end = (8 + n + x for x in header[name]["data_offsets"])
+                begin, end = (operator.index(x) + 8 + n for x in header[name]["data_offsets"])
                 out[name] = mapped, dtype, shape, begin
-                need(8 + n <= begin <= end <= size and (dtype not in DTYPES or end - begin
-                     == math.prod(shape) * DTYPES[dtype].itemsize), f"{name} has bytes {begin} to "
-                     f"{end} of {size}, which do not fit {dtype} {list(shape)}")
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+                ends.append((begin, end))
+                need(dtype not in DTYPES or end - begin == DTYPES[dtype].itemsize * math.prod(
+                     map(operator.index, shape)), f"the bytes of {name} do not fit its shape")
+            ends = [8 + n, *itertools.chain(*sorted(ends)), size]
+            need(ends[::2] == ends[1::2], "its tensors do not fill it one after the other")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"{path} is damaged or no safetensors file: {e}") from None
         return out
 
@@ -434,7 +462,8 @@ class Checkpoint:
         scale = None if scale is None else scale.to(device)
         out = K.dequantize_weight(weight.to(device), scale, dtype)
         out = out.clone() if out.data_ptr() == weight.data_ptr() else out
-        self.at[names[0]][0].madvise(mmap.MADV_DONTNEED)
+        for n in names:
+            self.at[n][0].madvise(mmap.MADV_DONTNEED)
         return out
 
     def read_at_random(self, name):
@@ -485,6 +514,13 @@ def memory(c, dtype=torch.float32, specs=None):
     return out
 
 
+def fits(m, device):
+    """Do the dequantized weights of memory() `m` fit on the device, with a fifth to spare?"""
+    there = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu" else
+             torch.cuda.mem_get_info()[1])
+    return m["held"] + m["weights"] <= 0.8 * there
+
+
 def plan(c, dtype=torch.float32, ranks=1):
     """The text of --plan: inventory by family, cache, memory, bytes a rank. Opens no weights."""
     for n in filter(None, (c.n_routed_experts, c.dspark_n_routed_experts)):
@@ -507,7 +543,8 @@ def plan(c, dtype=torch.float32, ranks=1):
         f"  {_size(m['sequence'])} more a sequence: its window pages, its open pairs",
         f"  {_size(m['token'] * c.max_position_embeddings + m['sequence'])} for the full context, "
         f"{c.max_position_embeddings:,} tokens",
-        f"memory in {str(dtype)[6:]}: {_size(m['held'] + m['weights'])} with weights dequantized",
+        f"memory in {str(dtype)[6:]}: {_size(m['held'] + m['weights'])} with weights dequantized, "
+        + ("which fit here" if fits(m, "cpu") else "too much for this machine"),
         f"  {_size(m['held'] + m['largest'])} with --lazy, which dequantizes them as they run",
         f"ranks: {ranks}, each with {_size(each)} packed, {_size(experts // ranks)} of it experts,",
         f"  and {_size(tables)} of Engram tables mapped from disk"])
@@ -536,7 +573,7 @@ class Mark(str):
 
 
 def chat_pieces(messages, thinking=True, effort="high", response_format=None):
-    """The V4.1 chat encoding (architecture section 12): messages -> list of Mark and text pieces.
+    """The V4.1 chat encoding: messages -> list of Mark and text pieces.
 
     messages: dicts of role ("system", "user", "assistant", "latest_reminder") and content; a last
     assistant message with prefix=True is left open for the model to go on. effort: low, high, max
@@ -582,10 +619,13 @@ class Prompt:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer.json in {folder}")
-        spec = _json(path)
-        self.bos, self.whole = bos, Tokenizer.from_str(json.dumps(spec))
-        self.plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
-        self.added = {t["content"]: t["id"] for t in spec.get("added_tokens") or ()}
+        spec, self.bos = _json(path), bos
+        try:
+            self.whole = Tokenizer.from_str(json.dumps(spec))
+            self.plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
+        except Exception as e:                           # the package raises nothing narrower
+            raise ValueError(f"{path} is no tokenizer: {e}") from None
+        self.added = {t["content"]: t["id"] for t in spec["added_tokens"]}
         self.added_bytes = {i: s.encode() for s, i in self.added.items()}
 
     def encode(self, text):
@@ -612,13 +652,14 @@ class Prompt:
         """Byte-level BPE writes each byte as a printable character: {character: byte}."""
         shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
         hidden = [b for b in range(256) if b not in shown]
-        return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+        return {chr(c): bytes([b]) for c, b in zip([*shown, *range(256, 512)], shown + hidden)}
 
     def bytes(self, token):
         """The bytes of one id; b"" for an id that the tokenizer does not know."""
         if token in self.added_bytes:
             return self.added_bytes[token]
-        return bytes(self._byte[ch] for ch in self.whole.id_to_token(token) or "")
+        shown = self.whole.id_to_token(token) or ""
+        return b"".join(self._byte.get(ch, ch.encode()) for ch in shown)
 
     def decoder(self):
         """A function ids -> text that holds back an unfinished character; the last call ends it."""
@@ -657,8 +698,9 @@ class Sequence:
 
     def stats(self):
         """Counts and speed of a finished request, for --stats."""
-        start, first, last = self.times[0], self.times[1], self.times[-1]
-        rate = (len(self.times) - 2) / max(last - first, 1e-9)
+        start, *tokens = self.times
+        first, last = (tokens[0], tokens[-1]) if tokens else (start, start)
+        rate = (len(tokens) - 1) / (last - first) if last > first else 0.0
         return {"prompt": self.n_prompt, "cached": 0, "new": len(self.new),
                 "first_token_s": round(first - start, 3), "tokens_per_s": round(rate, 1),
                 "pages": -(-self.n_cached // PAGE)}
@@ -822,7 +864,7 @@ class Linear:
 
 
 class HyperConnection:
-    """One mHC site: reads the streams, runs its sublayer, writes the streams (section 2)."""
+    """One mHC site: reads the streams, runs its sublayer, writes the streams."""
 
     def __init__(self, c, weights, prefix, site):
         self.fn, self.scale, self.base = (weights.vector(f"{prefix}hc_{site}_{n}")
@@ -878,7 +920,7 @@ class Compressor:
 
 
 class Indexer:
-    """Full and reindex layers: the K groups that a token may attend to (section 4)."""
+    """Full and reindex layers: the K groups that a token may attend to."""
 
     def __init__(self, c, plan, weights, prefix):
         self.c, self.plan, self.block = c, plan, weights.rt.block
@@ -921,7 +963,7 @@ class Indexer:
 
 
 class Attention:
-    """Window rows and selected latents under one softmax; K = V, one head of them (section 3)."""
+    """Window rows and selected latents under one softmax; K = V, one head of them."""
 
     def __init__(self, c, plan, weights, prefix):
         self.c, self.plan, self.rt = c, plan, weights.rt
@@ -966,7 +1008,7 @@ class Attention:
 
 
 class MoE:
-    """Routed experts and one shared expert (section 5)."""
+    """Routed experts and one shared expert."""
 
     def __init__(self, c, weights, prefix, n_experts, k):
         self.c, self.rt, self.k = c, weights.rt, k
@@ -996,7 +1038,7 @@ class MoE:
 
 
 def token_classes(prompt, c):
-    """Token id -> class int64 [V]: ids whose text is equal once normalized share a class (6.1)."""
+    """Token id -> class int64 [V]: ids whose text is equal once normalized share a class."""
     n = normalizers
     normalize = n.Sequence([n.NFKC(), n.NFD(), n.StripAccents(), n.Lowercase(),
                             n.Replace(Regex(r"[ \t\r\n]+"), " "), n.Replace(Regex("^ $"), "\ue000"),
@@ -1012,7 +1054,7 @@ def token_classes(prompt, c):
 
 
 class Engram:
-    """n-gram memory: hashed rows of a mapped table, gated into every stream (section 6)."""
+    """n-gram memory: hashed rows of a mapped table, gated into every stream."""
 
     def __init__(self, c, plan, weights, prefix):
         self.c, self.checkpoint, self.rt = c, weights.checkpoint, weights.rt
@@ -1101,11 +1143,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
+        t, p = (x if type(x) in (int, float) else math.nan for x in (self.temperature, self.top_p))
         need(type(self.max_tokens) is int and self.max_tokens >= 1, f"max_tokens is "
              f"{self.max_tokens!r}, must be a whole number from 1")
-        need(self.temperature == 0 or 1e-3 <= self.temperature < math.inf, f"temperature is "
-             f"{self.temperature!r}, must be 0 (greedy) or at least 0.001")
-        need(0 < self.top_p <= 1, f"top_p is {self.top_p!r}, must be above 0 and at most 1")
+        need(t == 0 or 1e-3 <= t < math.inf, f"temperature is {self.temperature!r}, must be 0, which "
+             "is greedy, or at least 0.001")
+        need(0 < p <= 1, f"top_p is {self.top_p!r}, must be above 0 and at most 1")
         need(type(self.seed) is int and 0 <= self.seed < 2**64, f"seed is {self.seed!r}, must be a "
              "whole number from 0 to 2^64 - 1")
 
@@ -1117,13 +1160,6 @@ class Output:
     text: str
     finish_reason: str                   # "stop" (eos) or "length"
     stats: dict
-
-
-def fits(m, device):
-    """Do the dequantized weights of memory() `m` fit on the device, with a fifth to spare?"""
-    there = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu" else
-             torch.cuda.mem_get_info()[1])
-    return m["held"] + m["weights"] <= 0.8 * there
 
 
 class Engine:
@@ -1152,10 +1188,11 @@ class Engine:
                  "from 1")
         need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: a step could not "
              "decode every request")
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         need(device == "cpu" or torch.cuda.is_available(), f"device is {device!r}, but there is no "
              "GPU")
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+        need(dtype in (torch.float32, torch.bfloat16), f"dtype is {dtype}, not float32 or bfloat16")
         cfg = Config.load(folder)
         m, most = memory(cfg, dtype), max_batch * -(-cfg.max_position_embeddings // PAGE)
         if max_pages is None:
@@ -1168,8 +1205,11 @@ class Engine:
         return cls(cfg, model, prompt, rt, max_batch, max_pages, chunk, classes)
 
     # -- requests ---------------------------------------------------------------------------------
-    def _sequence(self, prompt, params, n_new):
-        """A checked, not yet admitted Sequence; raises ValueError before any work."""
+    def _sequence(self, prompt, params=None):
+        """A checked, not yet admitted Sequence; without params it will not be sampled from."""
+        need(isinstance(prompt, (str, list, tuple)), f"the prompt {prompt!r:.40} is no string and no "
+             "list of ids")
+        need(isinstance(params, SamplingParams | None), f"{params!r:.40} is no SamplingParams")
         ids = self.prompt.raw(prompt) if isinstance(prompt, str) else list(prompt)
         V, image, most = (self.cfg.vocab_size, self.cfg.image_token_id,
                           self.cfg.max_position_embeddings)
@@ -1177,6 +1217,7 @@ class Engine:
         for i in ids:
             need(type(i) is int and 0 <= i < V, f"token id {i!r} is not one of 0..{V - 1}")
             need(i != image or params is None, f"token id {i} is an image: this engine reads text")
+        n_new = params.max_tokens if params else 0
         size = f"{len(ids)} prompt and {n_new} new tokens"
         n_pages = -(-(len(ids) + n_new) // PAGE)
         need(len(ids) + n_new <= most, f"{size} exceed the context of {most}")
@@ -1186,7 +1227,7 @@ class Engine:
 
     def submit(self, prompt, params=SamplingParams()):
         """Queue one prompt (a string or ids); -> its Sequence, which `step` moves on."""
-        seq = self._sequence(prompt, params, params.max_tokens)
+        seq = self._sequence(prompt, params)
         self.waiting.append(seq)
         return seq
 
@@ -1251,9 +1292,10 @@ class Engine:
         chunks: sizes that sum to n, to cut the prompt there (it is also cut at the engine's chunk).
         Image ids are taken as the text tokens of their embedding. All pages come back.
         """
-        seq = self._sequence(ids, None, 0)
+        seq = self._sequence(ids)
         chunks = [len(seq.ids)] if chunks is None else list(chunks)
-        need(sum(chunks) == len(seq.ids) and min(chunks) > 0, f"chunks {chunks} do not cut "
+        good = all(type(n) is int and n > 0 for n in chunks)
+        need(good and sum(chunks) == len(seq.ids), f"chunks {chunks} do not cut "
              f"{len(seq.ids)} tokens")
         sizes = [min(self.chunk, n - i) for n in chunks for i in range(0, n, self.chunk)]
         need(self.cache.admit(seq), f"{-(-seq.limit // PAGE)} pages and a slot are needed, "
@@ -1265,13 +1307,13 @@ class Engine:
 
     def generate(self, prompts, params=SamplingParams()):
         """prompts: list of strings or id lists; params: one for all or a list -> list of Output."""
-        need(not isinstance(prompts, str), "generate takes a list of prompts")
-        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        need(isinstance(prompts, (list, tuple)), "generate takes a list of prompts")
+        params = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
         need(len(params) == len(prompts), f"{len(prompts)} prompts but {len(params)} params")
-        seqs = [self._sequence(p, q, q.max_tokens) for p, q in zip(prompts, params)]
+        seqs = [self._sequence(p, q or SamplingParams()) for p, q in zip(prompts, params)]
         self.waiting.extend(seqs)                        # only once all of them were accepted
         try:
-            while not all(s.finish_reason for s in seqs):
+            while self._unfinished(seqs):
                 self.step()
         finally:
             for seq in seqs:
@@ -1280,19 +1322,27 @@ class Engine:
 
     def stream(self, prompt, params=SamplingParams()):
         """-> iterator of the text of one prompt, as it is made; closing it cancels the request."""
-        return self._pieces(self._sequence(prompt, params, params.max_tokens))
+        return self._pieces(self._sequence(prompt, params))
 
     def _pieces(self, seq):
         self.waiting.append(seq)
-        shown = 0
+        shown, more = 0, True
         try:
-            while not seq.finish_reason:
-                self.step()
-                if len(seq.text) > shown:
-                    yield seq.text[shown:]
-                    shown = len(seq.text)
+            while more:
+                more = self._unfinished([seq])           # another caller's step may end it
+                if more and len(seq.text) == shown:
+                    self.step()
+                new, shown = seq.text[shown:], len(seq.text)
+                if new:
+                    yield new
         finally:
             self.cancel(seq)
+
+    def _unfinished(self, seqs):
+        """Does any of them still run? Raises where another caller's step has failed for them."""
+        if any(s.finish_reason == "error" for s in seqs):
+            raise RuntimeError("a step that another call made has failed and ended this request")
+        return not all(s.finish_reason for s in seqs)
 
 
 # ================================================================================================
@@ -1329,23 +1379,26 @@ def arguments(argv):
     args = p.parse_args(argv)
     if args.prompt is None and not args.plan:
         p.error("--prompt (or --plan) is needed")
+    if args.think and not args.chat or args.ranks != 1 and not args.plan:
+        p.error("--think goes with --chat, --ranks with --plan")
     return args
 
 
 def run(args):
     """Print the plan, or the continuation of one prompt as it is made."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype]
-    ranks = int(os.environ.get("WORLD_SIZE", 1))                     # set by torchrun
+    ranks = os.environ.get("WORLD_SIZE") or "1"                      # set by torchrun
     if args.plan:
         print(plan(Config.load(args.model), dtype or torch.float32, args.ranks))
         return
-    need(ranks == 1, f"this version runs on one rank, not on {ranks}")
+    need(ranks == "1", f"this version runs on one rank, not on {ranks}")
     path = Path(args.model) / "generation_config.json"
     defaults = _json(path) if path.is_file() else {}
-    temperature, top_p = (defaults.get(name, otherwise) if given is None else given
-                          for name, given, otherwise in (("temperature", args.temperature, 0.0),
-                                                         ("top_p", args.top_p, 1.0)))
-    params = SamplingParams(args.max_tokens, temperature, top_p, args.seed)
+    need(isinstance(defaults, dict), f"{path} holds no object")
+    given = {"temperature": args.temperature, "top_p": args.top_p}
+    given = {"temperature": 0, "top_p": 1, **defaults} | {k: v for k, v in given.items()
+                                                          if v is not None}
+    params = SamplingParams(args.max_tokens, given["temperature"], given["top_p"], args.seed)
     if memory(Config.load(args.model))["weights"] < 2**28:
         torch.set_num_threads(1)                 # on small tensors a second thread only costs
     engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
@@ -1366,9 +1419,13 @@ def run(args):
 
 def main(argv=None):
     """Run the command line; -> exit status. A user's mistake ends in one line and status 2."""
+    sys.stdout.reconfigure(errors="replace")             # a terminal that lacks a character
     try:
         run(arguments(argv))
         return 0
+    except BrokenPipeError:                              # `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as e:
         print(f"nanoflash: {e}", file=sys.stderr)
         return 2
