@@ -33,16 +33,13 @@ E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([_E2M1, -_E2M1])                               # code 0..15 -> value; 8 is -0
 
-
 def _blocks(x, size):
     return x.float().unflatten(-1, (-1, size))                  # [..., n] -> [..., n/size, size]
-
 
 def _ue8m0_ceil(x):
     """The least power of two that is >= x, as its exponent byte; x fp32, positive and normal."""
     bits = x.contiguous().view(torch.int32)
     return ((bits >> 23) + (bits & 0x7FFFFF != 0)).to(torch.uint8)
-
 
 def _e2m1_code(q):
     """Nearest e2m1 code of q (fp32, |q| <= 6), halves to the even code, sign kept on zero."""
@@ -50,7 +47,6 @@ def _e2m1_code(q):
     code = ((a > 0.25).int() + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5)
             + (a > 5.0))
     return (code + 8 * q.signbit()).to(torch.uint8)
-
 
 def quantize_fp8(x):
     """Window row: x [..., n] -> bytes [..., n + n/32], e4m3 values then ue8m0 scales (528 of 512).
@@ -62,24 +58,20 @@ def quantize_fp8(x):
     values = (b / scale.view(E8M0).float()[..., None]).to(E4M3)
     return torch.cat([values.flatten(-2).view(torch.uint8), scale], -1)
 
-
 def dequantize_fp8(row):
     """Inverse of `quantize_fp8`: bytes [..., n + n/32] -> fp32 [..., n]."""
     n = row.shape[-1] * FP8_BLOCK // (FP8_BLOCK + 1)
     values, scale = row[..., :n].contiguous().view(E4M3), row[..., n:].contiguous().view(E8M0)
     return (_blocks(values, FP8_BLOCK) * scale.float()[..., None]).flatten(-2)
 
-
 def _pack(codes):
     return codes[..., 0::2] | codes[..., 1::2] << 4                 # even channel: low nibble
-
 
 def unpack_e2m1(packed, dtype=torch.float32):
     """Two e2m1 codes a byte, even column in the low nibble: [..., n/2] uint8 -> [..., n] dtype."""
     byte = torch.arange(256)
     pairs = torch.stack([E2M1[byte & 15], E2M1[byte >> 4]], -1).to(dtype).to(packed.device)
     return F.embedding(packed.int(), pairs).flatten(-2)             # one look-up for two codes
-
 
 def quantize_latent(x):
     """Compressed KV: x [..., n] -> bytes [..., n/2 + n/16], e2m1 then e4m3 scales (288 of 512).
@@ -91,7 +83,6 @@ def quantize_latent(x):
     codes = _e2m1_code((b / scale.float()[..., None]).clamp(-6, 6))
     return torch.cat([_pack(codes.flatten(-2)), scale.view(torch.uint8)], -1)
 
-
 def quantize_index(x):
     """Index keys and queries: x [..., n] -> bytes [..., n/2 + n/32], e2m1 then ue8m0 (68 of 128).
 
@@ -102,22 +93,18 @@ def quantize_index(x):
     codes = _e2m1_code((b / scale.view(E8M0).float()[..., None]).clamp(-6, 6))
     return torch.cat([_pack(codes.flatten(-2)), scale], -1)
 
-
 def _dequantize_fp4(row, size, scale_dtype):
     n = row.shape[-1] * 2 * size // (size + 2)                      # n/2 + n/size bytes a row
     values, scale = unpack_e2m1(row[..., : n // 2]), row[..., n // 2 :].contiguous()
     return (_blocks(values, size) * scale.view(scale_dtype).float()[..., None]).flatten(-2)
 
-
 def dequantize_latent(row):
     """Inverse of `quantize_latent`: bytes [..., n/2 + n/16] -> fp32 [..., n]."""
     return _dequantize_fp4(row, LATENT_BLOCK, E4M3)
 
-
 def dequantize_index(row):
     """Inverse of `quantize_index`: bytes [..., n/2 + n/32] -> fp32 [..., n]."""
     return _dequantize_fp4(row, INDEX_BLOCK, E8M0)
-
 
 def dequantize_weight(weight, scale, dtype):
     """A stored matrix -> [out, in] dtype, exactly (e4m3 or e2m1 times a power of two fits bf16).
@@ -152,12 +139,10 @@ def linear(x, w, block=None):
     blocks = F.pad(x, (0, 0, 0, -n_rows % block)).split(block)
     return torch.cat([b @ w.T for b in blocks])[:n_rows, :n_out]
 
-
 def rms_norm(x, weight, eps):
     """x [..., n] / sqrt(mean(x^2) + eps) * weight [n] -> fp32. eps is 1e-20 in the checkpoint."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
-
 
 def rope_frequencies(c, compressed):
     """Radians a position, fp32 [r/2]: plain for ratio 0; another base and YaRN for ratio > 0.
@@ -178,12 +163,10 @@ def rope_frequencies(c, compressed):
     ramp = ((torch.arange(r // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
     return (f / scale * ramp + f * (1 - ramp)).float()
 
-
 def rotation(pos, frequencies):
     """pos int64 [T], frequencies fp32 [r/2] -> cos, sin fp32 [T, r/2] of their fp32 products."""
     angle = pos[:, None].float() * frequencies
     return angle.cos(), angle.sin()
-
 
 def rope(x, cos, sin):
     """Rotate the adjacent pairs (2i, 2i+1) of the last r channels: x [T, ..., n] -> fp32.
@@ -196,11 +179,9 @@ def rope(x, cos, sin):
     a, b = tail[..., 0::2], tail[..., 1::2]
     return torch.cat([x, torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)], -1)
 
-
 def sigmoid(x):
     """1 / (1 + e^-x); written out, since torch.sigmoid rounds the tail of a tensor differently."""
     return 1 / (1 + torch.exp(-x))
-
 
 def swiglu(gate, up, limit):
     """silu(min(gate, limit)) * clamp(up, -limit, limit), both [..., F] fp32; `swiglu_limit`."""
@@ -220,7 +201,6 @@ def sinkhorn(a, iters, eps):
         a = a / (a.sum(-2, keepdim=True) + eps)
     return a
 
-
 def hc_mix(h, fn, scale, base, norm_eps, hc_eps, iters, block=None):
     """The weights of one site from the streams that it reads: h [T, S, D] -> pre, post, comb.
 
@@ -236,11 +216,9 @@ def hc_mix(h, fn, scale, base, norm_eps, hc_eps, iters, block=None):
     comb = (comb * scale[2] + base[2 * S :]).unflatten(-1, (S, S))
     return pre, post, sinkhorn(comb, iters, hc_eps)
 
-
 def hc_collapse(h, pre):
     """sum_s pre[s] * h[s]: h [T, S, D], pre [T, S] -> fp32 [T, D]."""
     return sum(pre[:, s, None] * h[:, s].float() for s in range(h.shape[1]))
-
 
 def hc_expand(h, y, post, comb):
     """h'[k] = post[k] * y + sum_j comb[j, k] * h[j]: h [T, S, D], y [T, D] -> like h."""
@@ -253,7 +231,6 @@ def hc_expand(h, y, post, comb):
 # ------------------------------------------------------------------------------------------------
 KEY_BLOCK = 1024    # index keys that one product sees: bounds memory; padded in deterministic mode
 
-
 def pool_pair(first, second):
     """Ratio-2 compressor: (kv, gate) of the two tokens, each [n, 2, d] fp32 -> latent [n, d].
 
@@ -262,7 +239,6 @@ def pool_pair(first, second):
     gate = torch.maximum(first[:, 1], second[:, 1])
     a, b = torch.exp(first[:, 1] - gate), torch.exp(second[:, 1] - gate)
     return (a * first[:, 0] + b * second[:, 0]) / (a + b)
-
 
 def index_scores(q, w, keys, block=None):
     """score[t, j] = sum_h w[t, h] * relu(q[t, h] . keys[j]) -> fp32 [T, n].
@@ -279,7 +255,6 @@ def index_scores(q, w, keys, block=None):
         tiles.append(torch.cat([(s.relu() * w[:, :, None]).sum(1) for s in dots], 1))
     return torch.cat(tiles)[:n_rows, :n_keys]
 
-
 def topk_mask(scores, k):
     """The k highest of each row, equal scores to the lower index: [T, n] -> bool [T, n].
 
@@ -292,7 +267,6 @@ def topk_mask(scores, k):
     above, tied = scores > kth, (scores == kth) & (scores > -torch.inf)         # as it likes
     return above | tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True))
 
-
 def mask_to_index(mask, k):
     """Set columns of each row, ascending, padded with -1: bool [T, n] -> int64 [T, k]."""
     n_rows, n = mask.shape
@@ -300,7 +274,6 @@ def mask_to_index(mask, k):
     place = torch.where(mask, mask.cumsum(1) - 1, k)     # column k takes what is not selected
     out.scatter_(1, place, torch.arange(n, device=mask.device).expand(n_rows, n))
     return out[:, :k]
-
 
 def candidate_blocks(scores, n_visible, size, k):
     """Level one of two-level top-k: scores [T, n] (-inf: invisible) -> bool [T, ceil(n/size)].
@@ -313,7 +286,6 @@ def candidate_blocks(scores, n_visible, size, k):
     newest = (n_visible[:, None] - 1).div(size, rounding_mode="floor")
     block = torch.arange(best.shape[1], device=best.device)
     return topk_mask(best.masked_fill(block == newest, torch.inf), k)
-
 
 def attend(q, kv, visible, sink):
     """Attention with K = V and a sink: q [T, H, d], kv [T, L, d], visible bool [T, L] -> [T, H, d].
@@ -376,7 +348,6 @@ def seed_sequence(entropy, n=8):
     out = hasher(0x8B51F9DD, 0x58F38DED)
     return [out(pool[i % 4]) for i in range(n)]
 
-
 def default_rng_integers(seed, bound, n):
     """numpy.random.default_rng(seed).integers(0, bound, n): PCG64 XSL-RR, then Lemire's method."""
     m64, m128, mult = 2**64 - 1, 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
@@ -392,7 +363,6 @@ def default_rng_integers(seed, bound, n):
         if product & m64 >= (2**64 - bound) % bound:
             out.append(product >> 64)
     return out
-
 
 def engram_primes(c):
     """[table][n - 2][head]: for every n anew the primes from engram_vocab_size up, none twice.
@@ -416,12 +386,10 @@ def engram_primes(c):
         tables.append(table)
     return tables
 
-
 def engram_multipliers(c, layer):
     """One odd multiplier for each look-back of the n-gram hash of a layer: ints [N]."""
     bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
     return [2 * x + 1 for x in default_rng_integers(10007 * layer, bound, c.engram_max_ngram_size)]
-
 
 def ngram_rows(classes, multipliers, primes, offsets):
     """Table rows of the n-grams that end at each token: -> int64 [T, (N-1) * heads].
@@ -435,7 +403,6 @@ def ngram_rows(classes, multipliers, primes, offsets):
         rolling[:, n] ^= rolling[:, n - 1]
         rows.append(rolling[:, n, None] % primes[n - 1] + offsets[n - 1])
     return torch.cat(rows, 1)
-
 
 def engram_write(h, key, value, q_weight, k_weight, eps):
     """h[s] += gate[s] * value, each stream gated by its own match with its key.
@@ -469,13 +436,11 @@ def philox(seed, c0, c1):
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
     return c0
 
-
 def gumbel(seed, pos, n, device=None):
     """Gumbel noise float64 [n] of one position of one request; depends on nothing else."""
     token = torch.arange(n, device=device)
     u = (philox(seed, token, torch.tensor(pos, device=device)).double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log(u))
-
 
 def sample(logits, temperature, top_p, seed, pos):
     """One token id (int) for position `pos` from logits fp32 [V].

@@ -37,9 +37,10 @@ import sys
 import time
 import warnings
 from collections import deque
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,30 +54,24 @@ DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "golden"
 # ================================================================================================
 # Config: config.json, checked, and one LayerPlan per layer
 # ================================================================================================
-# keys that change the arithmetic, and the one value of each that this engine computes (also where
-# the key is absent)
+# keys that change the arithmetic, with the one value that is computed here (if absent, too)
 REQUIRED = {
     "hidden_act": "silu", "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
     "norm_topk_prob": True, "attention_bias": False, "n_shared_experts": 1,
     "num_key_value_heads": 1, "tie_word_embeddings": False, "expert_dtype": "fp4",
     "quantization_config.quant_method": "fp8", "quantization_config.fmt": "e4m3",
-    "quantization_config.weight_block_size": [32, 32], "quantization_config.scale_fmt": "ue8m0",
+    "quantization_config.weight_block_size": (32, 32), "quantization_config.scale_fmt": "ue8m0",
     "quantization_config.activation_scheme": "dynamic", "rope_scaling.rope_type": "yarn",
 }
-# keys that say nothing about the arithmetic of text.
+# keys that say nothing about the arithmetic of text
 INERT = {
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache",
     "initializer_range", "attention_dropout", "pad_token_id", "auto_map",
 }
-NEEDS = {              # key -> the keys that must stand beside it where it turns a mechanism on
-    "candidate_source_layer_id": ("candidate_topk_blocks", "candidate_block_size"),
-    "engram_layer_ids": ("engram_num_embeddings", "engram_vocab_size", "engram_max_ngram_size",
-                         "engram_n_heads", "engram_head_dim", "engram_pad_token_id",
-                         "engram_compressed_vocab_size"),
-    "num_nextn_predict_layers": ("dspark_target_layer_ids", "dspark_block_size",
-                                 "dspark_noise_token_id", "dspark_markov_rank",
-                                 "dspark_n_routed_experts", "dspark_num_experts_per_tok"),
-}
+RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engram_pad_token_id"}
+# a mechanism's keys stand together: all of this prefix, and the one that turns it on
+SWITCHES = {"candidate_": "candidate_source_layer_id", "engram_": "engram_layer_ids",
+            "dspark_": "num_nextn_predict_layers"}
 KINDS = {              # annotation -> what it stands for, and whether a value is that
     "int": ("a whole number from 0 below 2^31", lambda x: type(x) is int and 0 <= x < 2**31),
     "float": ("a number from 0 below 2^31", lambda x: type(x) in (int, float) and 0 <= x < 2**31),
@@ -85,14 +80,11 @@ KINDS = {              # annotation -> what it stands for, and whether a value i
     "dict": ("an object with whole numbers as sizes",
              lambda x: type(x) is dict and all(KINDS["int"][1](x.get(n, 0)) for n in VISION)),
 }
-RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engram_pad_token_id"}
-
 
 def need(condition, message):
     """Raise ValueError(message) unless the condition holds: the one way bad input is refused."""
     if not condition:
         raise ValueError(message)
-
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -104,7 +96,6 @@ class LayerPlan:
     index_source: int | None          # the layer whose selection this one attends to
     candidates: str | None            # "source" publishes blocks, "reader" scores inside them only
     engram: int | None                # number of its Engram table
-
 
 @dataclass(frozen=True)
 class Config:
@@ -151,7 +142,11 @@ class Config:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise FileNotFoundError(f"no config.json at {path}: --model wants a local folder")
-        return cls.read(_json(path))
+        raw = _json(path)
+        try:
+            return cls.read(raw)
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from None
 
     @classmethod
     def read(cls, raw):
@@ -159,22 +154,22 @@ class Config:
         known = {f.name.replace("rope_scaling_", "rope_scaling."): f for f in fields(cls) if f.init}
         values = {}
         for key, value in _flatten(raw):
-            key = RENAMED.get(key, key)
+            key, value = RENAMED.get(key, key), tuple(value) if isinstance(value, list) else value
             if key in REQUIRED:
-                need(value == REQUIRED[key], f"config.json: {key} is {value!r}; this engine "
-                     f"computes {REQUIRED[key]!r} only")
+                need(value == REQUIRED[key], f"{key} is {value!r}; this engine computes "
+                     f"{REQUIRED[key]!r} only")
             elif key in known:
-                value = tuple(value) if isinstance(value, list) else value
-                need(values.setdefault(key, value) == value, f"config.json: {key} is both "
-                     f"{values[key]!r} and {value!r}")
+                need(values.setdefault(key, value) == value, f"{key} is both {values[key]!r} and "
+                     f"{value!r}")
             else:
-                need(key in INERT, f"config.json: unknown key {key!r}")
+                need(key in INERT, f"unknown key {key!r}")
         lost = [k for k, f in known.items() if k not in values
                 and f.default is f.default_factory is MISSING]
-        for key, beside in NEEDS.items():
-            on = values.get(key) not in (None, (), 0) or any(k in values for k in beside)
-            lost += [k for k in (key, *beside) if on and k not in values]
-        need(not lost, f"config.json lacks {', '.join(lost)}")
+        for prefix, switch in SWITCHES.items():
+            group = {switch, *(k for k in known if k.startswith(prefix))}
+            if any(values.get(k) for k in group):
+                lost += sorted(group - values.keys())
+        need(not lost, f"it lacks {', '.join(lost)}")
         return cls(**{known[k].name: v for k, v in values.items()})
 
     def __post_init__(self):
@@ -182,9 +177,9 @@ class Config:
             value, kind = getattr(self, f.name), f.type.split()[0]
             if f.init and not (value is None and "None" in f.type):
                 what, is_one = KINDS[kind]
-                need(is_one(value), f"config.json: {f.name} is {value!r:.60}, not {what}")
-                need(value != 0 or f.default == 0 or f.name.endswith("_id"),
-                     f"config.json: {f.name} is 0, which must be positive")
+                need(is_one(value), f"{f.name} is {value!r:.60}, not {what}")
+                need(value != 0 or f.default == 0 or f.name.endswith("_id"), f"{f.name} is 0, it "
+                     "must be positive")
         self._check_sizes()
         object.__setattr__(self, "layers", _schedule(self))
 
@@ -192,8 +187,8 @@ class Config:
         for name, unit in (("head_dim", 32), ("index_head_dim", 32), ("hidden_size", 32),
                            ("moe_intermediate_size", 32), ("engram_head_dim", 32),
                            ("qk_rope_head_dim", 2), ("num_attention_heads", self.o_groups)):
-            need(getattr(self, name) % unit == 0, f"config.json: {name} {getattr(self, name)} is "
-                 f"not a multiple of {unit} (its quantizer's block, its pairs or its groups)")
+            need(getattr(self, name) % unit == 0, f"{name} {getattr(self, name)} is not a multiple "
+                 f"of {unit} (its quantizer's block, its pairs or its groups)")
         for large, *smalls in (
                 ("head_dim", "qk_rope_head_dim"), ("index_head_dim", "qk_rope_head_dim"),
                 ("max_position_embeddings", "sliding_window", "index_topk"),
@@ -203,14 +198,11 @@ class Config:
                  "engram_pad_token_id", "dspark_noise_token_id", "image_token_id")):
             for small in smalls:
                 a, b = getattr(self, small) or 0, getattr(self, large)
-                need(a + small.endswith("_id") <= b, f"config.json: {small} {a} is outside its "
-                     f"limit, {large} {b}")
-        n = len(self.engram_layer_ids)
-        need(len(self.engram_num_embeddings) == n, f"config.json: {n} engram layers but "
-             f"{len(self.engram_num_embeddings)} engram_num_embeddings")
-        need(not n or self.engram_max_ngram_size >= 2, "config.json: engram_max_ngram_size below 2")
-        need(min(self.rope_theta, self.compress_rope_theta) > 1, "config.json: a rope theta is 1")
-
+                need(a + small.endswith("_id") <= b, f"{small} {a} is beyond {large} {b}")
+        n, tables = len(self.engram_layer_ids), len(self.engram_num_embeddings)
+        need(n == tables, f"{n} engram layers but {tables} engram_num_embeddings")
+        need(not n or self.engram_max_ngram_size >= 2, "engram_max_ngram_size is below 2")
+        need(min(self.rope_theta, self.compress_rope_theta) > 1, "a rope theta is not above 1")
 
 def _json(path):
     try:
@@ -218,10 +210,9 @@ def _json(path):
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not JSON: {e}") from None
 
-
 def _flatten(raw):
     """(key, value) pairs: text_config's like the top level's, inner ones as outer.inner."""
-    need(isinstance(raw, dict), f"config.json holds {raw!r:.40} where an object should be")
+    need(isinstance(raw, dict), f"it holds {raw!r:.40} where an object should be")
     for key, value in raw.items():
         if key == "text_config":
             yield from _flatten(value)
@@ -230,21 +221,21 @@ def _flatten(raw):
         elif value is not None or key == "candidate_source_layer_id":
             yield key, value
 
-
 def _schedule(c):
     """compress_ratios and the source lists -> one LayerPlan per backbone layer, checked."""
     L, ratios, cand = c.num_hidden_layers, c.compress_ratios, c.candidate_source_layer_id
-    need(len(ratios) == L + c.num_nextn_predict_layers, f"config.json: compress_ratios has "
-         f"{len(ratios)} entries for {L} layers and {c.num_nextn_predict_layers} draft stages")
-    need(set(ratios[L:]) <= {0}, "config.json: a draft stage must have compress ratio 0")
+    stages = c.num_nextn_predict_layers
+    need(len(ratios) == L + stages, f"compress_ratios has {len(ratios)} entries for {L} layers and "
+         f"{stages} draft stages")
+    need(set(ratios[L:]) <= {0}, "a draft stage must have compress ratio 0")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
                  "dspark_target_layer_ids"):
         ids = getattr(c, name)
-        need(all(i < L for i in ids) and list(ids) == sorted(set(ids)),
-             f"config.json: {name} {list(ids)} must ascend within 0..{L - 1}")
+        need(all(i < L for i in ids) and list(ids) == sorted(set(ids)), f"{name} {list(ids)} must "
+             f"ascend within 0..{L - 1}")
     need(cand is None or cand in c.index_source_layer_ids and c.candidate_topk_blocks
-         and c.candidate_block_size, f"config.json: candidate source {cand} is no index source, or "
-         "the number or size of its blocks is 0")
+         and c.candidate_block_size, f"candidate source {cand} is no index source, or the number "
+         "or size of its blocks is 0")
     kv, index, plans = None, None, []
     for i, ratio in enumerate(ratios[:L]):
         is_kv, is_index = i in c.kv_source_layer_ids, i in c.index_source_layer_ids
@@ -260,7 +251,7 @@ def _schedule(c):
                  f"source {kv}"),
                 (not reader or plans[cand].kv_source == kv, f"scores the keys of layer {kv}, the "
                  f"candidate source {cand} others")):
-            need(good, f"config.json: layer {i} {why}")
+            need(good, f"layer {i} {why}")
         mode = ("full" if is_kv else "reindex" if is_index else "reuse") if ratio else "window"
         plans.append(LayerPlan(i, ratio, mode, kv if ratio else None, index if ratio else None,
                                "source" if i == cand else "reader" if reader else None,
@@ -316,9 +307,7 @@ VISION = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8,
           "F8_E4M3": K.E4M3, "F8_E8M0": K.E8M0}
 
-
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """One tensor as it must stand in the file; `dtypes` are the accepted ones, the usual first."""
     dtypes: tuple
     shape: tuple
@@ -328,7 +317,6 @@ class Spec:
     def nbytes(self):
         """Bytes on disk."""
         return math.prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
-
 
 def inventory(c):
     """Config -> {name: Spec} of every tensor, text, draft and image, that a checkpoint holds."""
@@ -363,7 +351,7 @@ def inventory(c):
 
     def add(at, part_specs, draft=""):
         for name, spec in part_specs.items():
-            specs[at + name] = replace(spec, family=draft + spec.family) if draft else spec
+            specs[at + name] = spec._replace(family=draft + spec.family)
     add("", expand("top"))
     expert = expand("expert")
     for s in range(len(c.layers) + stages):
@@ -385,7 +373,6 @@ def inventory(c):
         add(f"vision.blocks.{n}.", expand("vision_block"))
         add("", expand("vision"))
     return specs
-
 
 class Checkpoint:
     """The safetensors files of a folder, mapped read-only and held to the inventory.
@@ -472,22 +459,18 @@ class Checkpoint:
         page = begin - begin % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_RANDOM, page, begin - page + self.specs[name].nbytes)
 
-
 def check_scale(name, scale):
     """Refuse e8m0 byte 0xFF, which is NaN: a damaged file would otherwise spread silently."""
     bad = scale is not None and (scale.view(torch.uint8) == 255).any()
     need(not bad, f"{name}: its scale holds byte 0xFF, which is NaN in e8m0")
 
-
 def _some(names):
     return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
-
 
 def _loaded(name):
     """Does the model hold this tensor? Not images and drafts, nor what stays mapped."""
     return not (name.startswith(("vision.", "aligner.", "image_", "mtp.", "embed."))
                 or ".engram.embed." in name or name.endswith((".scale", "bias_vl")))
-
 
 def memory(c, dtype=torch.float32, specs=None):
     """Config -> bytes by use, for activations (and dequantized weights) of dtype.
@@ -513,13 +496,11 @@ def memory(c, dtype=torch.float32, specs=None):
                        + ratios.count(2) * RING * 2 * d * 4)
     return out
 
-
 def fits(m, device):
     """Do the dequantized weights of memory() `m` fit on the device, with a fifth to spare?"""
     there = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu" else
              torch.cuda.mem_get_info()[1])
     return m["held"] + m["weights"] <= 0.8 * there
-
 
 def plan(c, dtype=torch.float32, ranks=1):
     """The text of --plan: inventory by family, cache, memory, bytes a rank. Opens no weights."""
@@ -549,7 +530,6 @@ def plan(c, dtype=torch.float32, ranks=1):
         f"ranks: {ranks}, each with {_size(each)} packed, {_size(experts // ranks)} of it experts,",
         f"  and {_size(tables)} of Engram tables mapped from disk"])
 
-
 def _size(n):
     unit = max(i for i in range(5) if i == 0 or n >= 1024**i)
     return f"{n:,.0f} B" if unit == 0 else f"{n / 1024**unit:.1f} {' KMGT'[unit]}iB"
@@ -567,10 +547,8 @@ EFFORT_TEXT = ("Reasoning Effort: {} (range 1-100, the higher the value, the mor
 FORMAT_TEXT = ("\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to "
                "reply:\n{}")
 
-
 class Mark(str):
     """A template mark, told from text by its type: user text is never scanned for marks."""
-
 
 def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     """The V4.1 chat encoding: messages -> list of Mark and text pieces.
@@ -610,7 +588,6 @@ def chat_pieces(messages, thinking=True, effort="high", response_format=None):
             pieces += [Mark({"system": SYSTEM, "user": USER, "latest_reminder": REMINDER}[role]),
                        m["content"]]
     return pieces + [Mark(ASSISTANT), Mark(THINK if thinking else END_THINK)]
-
 
 class Prompt:
     """The checkpoint's tokenizer.json, once whole (to decode) and once without its added tokens."""
@@ -673,7 +650,6 @@ class Prompt:
 PAGE = 128          # tokens a page, of global cache and of window rows alike
 RING = 8            # positions of a sequence whose open pair is kept
 
-
 class Sequence:
     """One request: what it asked for, its tokens, and the cache that it owns while it runs."""
 
@@ -705,7 +681,6 @@ class Sequence:
                 "first_token_s": round(first - start, 3), "tokens_per_s": round(rate, 1),
                 "pages": -(-self.n_cached // PAGE)}
 
-
 class Pool:
     """Packed rows uint8 [page, rows a page, bytes] behind a page table [slot, sequence's page]."""
 
@@ -724,7 +699,6 @@ class Pool:
     def read(self, slot, i):
         """slot and i broadcast to [...] -> [..., bytes]; anything where no row i is held."""
         return self.rows.flatten(0, 1)[self._at(slot, i)]
-
 
 class Cache:
     """All that changes between tokens. A write goes to the row of a position; lengths decide what
@@ -784,7 +758,6 @@ class Cache:
             self.free_window += seq.window.values()
             seq.slot, seq.pages, seq.window = None, [], {}
 
-
 class Batch:
     """The rows of one forward, sequence after sequence, and what layers publish to later layers."""
 
@@ -822,38 +795,29 @@ class Batch:
 # ================================================================================================
 ROWS = 32           # rows whose keys are gathered or scored at once: bounds memory, changes nothing
 
-
 @dataclass(frozen=True)
-class Runtime:
-    """How to compute: never what. `block` is 16 in deterministic mode (see kernels.linear)."""
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32           # of activations and dequantized weights
-    block: int | None = None
-    lazy: bool = False
-
-
 class Weights:
-    """The checkpoint's tensors on their way into the model."""
-
-    def __init__(self, checkpoint, runtime):
-        self.checkpoint, self.rt = checkpoint, runtime
+    """The checkpoint's tensors on their way into the model, and how to compute with them."""
+    checkpoint: Checkpoint
+    device: str
+    dtype: torch.dtype                           # of activations and dequantized weights
+    block: int | None                            # 16 in deterministic mode, see kernels.linear
+    lazy: bool                                   # dequantize at every use
 
     def vector(self, name):
         """A norm, bias, sink or mHC parameter: fp32, always held."""
-        return self.checkpoint.dequantized(name, torch.float32, self.rt.device)
+        return self.checkpoint.dequantized(name, torch.float32, self.device)
 
     def linear(self, name):
         """A matrix, as a Linear."""
-        return Linear(lambda: self.checkpoint.dequantized(name, self.rt.dtype, self.rt.device),
-                      self.rt)
-
+        return Linear(lambda: self.checkpoint.dequantized(name, self.dtype, self.device), self)
 
 class Linear:
     """x [T, in] -> fp32 [T, out]. Its matrix is dequantized once, or with --lazy at every use."""
 
-    def __init__(self, load, rt):
-        self.load, self.block = load, rt.block
-        self.held = None if rt.lazy else load()
+    def __init__(self, load, weights):
+        self.load, self.block = load, weights.block
+        self.held = None if weights.lazy else load()
 
     def weight(self):
         """[out, in] in the activations' dtype."""
@@ -862,35 +826,33 @@ class Linear:
     def __call__(self, x):
         return K.linear(x, self.weight(), self.block)
 
-
 class HyperConnection:
     """One mHC site: reads the streams, runs its sublayer, writes the streams."""
 
     def __init__(self, c, weights, prefix, site):
         self.fn, self.scale, self.base = (weights.vector(f"{prefix}hc_{site}_{n}")
                                           for n in ("fn", "scale", "base"))
-        self.norm, self.c, self.rt = weights.vector(f"{prefix}{site}_norm.weight"), c, weights.rt
+        self.norm, self.c, self.w = weights.vector(f"{prefix}{site}_norm.weight"), c, weights
 
     def __call__(self, h, pre, sublayer):
         """h [T, S, D], pre [T, S] from the PREVIOUS site -> h', and pre for the next."""
         c = self.c
         pre_next, post, comb = K.hc_mix(h, self.fn, self.scale, self.base, c.rms_norm_eps, c.hc_eps,
-                                        c.hc_sinkhorn_iters, self.rt.block)
-        x = K.rms_norm(K.hc_collapse(h, pre), self.norm, c.rms_norm_eps).to(self.rt.dtype)
-        return K.hc_expand(h, sublayer(x).to(self.rt.dtype), post, comb), pre_next
-
+                                        c.hc_sinkhorn_iters, self.w.block)
+        x = K.rms_norm(K.hc_collapse(h, pre), self.norm, c.rms_norm_eps).to(self.w.dtype)
+        return K.hc_expand(h, sublayer(x).to(self.w.dtype), post, comb), pre_next
 
 class Compressor:
     """Full layers only: one latent and one index key per group, for every layer that reads them."""
 
     def __init__(self, c, plan, weights, prefix):
-        self.c, self.plan, self.dtype = c, plan, weights.rt.dtype
+        self.c, self.plan, self.dtype = c, plan, weights.dtype
         self.wkv = weights.linear(prefix + "compressor.wkv")
         self.wgate = weights.linear(prefix + "compressor.wgate") if plan.ratio == 2 else None
         self.norm = weights.vector(prefix + "compressor.norm.weight")
         self.wk = weights.linear(prefix + "indexer.wk")
         self.k_norm = weights.vector(prefix + "indexer.k_norm.weight")
-        self.frequencies = K.rope_frequencies(c, True).to(weights.rt.device)
+        self.frequencies = K.rope_frequencies(c, True).to(weights.device)
 
     def __call__(self, x, batch, cache):
         """x [T, D], normed -> nothing; writes the groups that these tokens complete."""
@@ -918,12 +880,11 @@ class Compressor:
         done = (batch.pos % 2 == 1).nonzero()[:, 0]
         return K.pool_pair(before[done], now[done]), done
 
-
 class Indexer:
     """Full and reindex layers: the K groups that a token may attend to."""
 
     def __init__(self, c, plan, weights, prefix):
-        self.c, self.plan, self.block = c, plan, weights.rt.block
+        self.c, self.plan, self.block = c, plan, weights.block
         self.wq_b = weights.linear(prefix + "indexer.wq_b")
         self.weights_proj = weights.linear(prefix + "indexer.weights_proj")
 
@@ -961,12 +922,11 @@ class Indexer:
             scores = scores.masked_fill(~allowed, -torch.inf)
         return scores
 
-
 class Attention:
     """Window rows and selected latents under one softmax; K = V, one head of them."""
 
     def __init__(self, c, plan, weights, prefix):
-        self.c, self.plan, self.rt = c, plan, weights.rt
+        self.c, self.plan, self.w = c, plan, weights
         self.wq_a, self.wq_b, self.wkv, self.wo_a, self.wo_b = (
             weights.linear(prefix + n) for n in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"))
         self.q_norm = weights.vector(prefix + "q_norm.weight")
@@ -979,9 +939,9 @@ class Attention:
     def __call__(self, x, batch, cache):
         """x [T, D] normed -> fp32 [T, D]; writes its window rows, and its groups if it is full."""
         c, plan, (cos, sin) = self.c, self.plan, batch.rope[self.plan.ratio > 0]
-        qr = K.rms_norm(self.wq_a(x), self.q_norm, c.rms_norm_eps).to(self.rt.dtype)
+        qr = K.rms_norm(self.wq_a(x), self.q_norm, c.rms_norm_eps).to(self.w.dtype)
         q = K.rope(self.wq_b(qr).unflatten(1, (c.num_attention_heads, -1)), cos, sin)  # [T, H, d]
-        kv = K.rms_norm(self.wkv(x), self.kv_norm, c.rms_norm_eps).to(self.rt.dtype)
+        kv = K.rms_norm(self.wkv(x), self.kv_norm, c.rms_norm_eps).to(self.w.dtype)
         kv = K.quantize_fp8(K.rope(kv, cos, sin))
         cache.window[plan.index].write(batch.slot, batch.pos, kv)
         if self.compressor:
@@ -990,10 +950,10 @@ class Attention:
             batch.selection[plan.index] = self.indexer(x, qr, batch, cache)
         o = torch.cat([self.attend(q[a : a + ROWS], batch, cache, slice(a, a + ROWS))
                        for a in range(0, len(q), ROWS)])
-        o = K.rope(o, cos, -sin).to(self.rt.dtype).flatten(1).unflatten(1, (c.o_groups, -1))
+        o = K.rope(o, cos, -sin).to(self.w.dtype).flatten(1).unflatten(1, (c.o_groups, -1))
         blocks = self.wo_a.weight().unflatten(0, (c.o_groups, -1))      # [G, o_lora_rank, H*d/G]
-        o = [K.linear(o[:, g], blocks[g], self.rt.block) for g in range(c.o_groups)]
-        return self.wo_b(torch.cat(o, 1).to(self.rt.dtype))
+        o = [K.linear(o[:, g], blocks[g], self.w.block) for g in range(c.o_groups)]
+        return self.wo_b(torch.cat(o, 1).to(self.w.dtype))
 
     def attend(self, q, batch, cache, rows):
         """q [n, H, d] of these rows -> fp32 [n, H, d]; always W + K keys a row, masked."""
@@ -1006,12 +966,11 @@ class Attention:
             kv, seen = torch.cat([kv, latents], 1), torch.cat([seen, group], 1)
         return K.attend(q, kv, seen >= 0, self.sink)
 
-
 class MoE:
     """Routed experts and one shared expert."""
 
     def __init__(self, c, weights, prefix, n_experts, k):
-        self.c, self.rt, self.k = c, weights.rt, k
+        self.c, self.w, self.k = c, weights, k
         self.gate, self.bias = weights.linear(prefix + "gate"), weights.vector(prefix + "gate.bias")
 
         def expert(p):
@@ -1034,8 +993,7 @@ class MoE:
     def expert(self, expert, x, weight):
         """w2 @ (weight * swiglu(w1 @ x, w3 @ x)): x [n, D] -> fp32 [n, D]."""
         w1, w3, w2 = expert
-        return w2((weight * K.swiglu(w1(x), w3(x), self.c.swiglu_limit)).to(self.rt.dtype))
-
+        return w2((weight * K.swiglu(w1(x), w3(x), self.c.swiglu_limit)).to(self.w.dtype))
 
 def token_classes(prompt, c):
     """Token id -> class int64 [V]: ids whose text is equal once normalized share a class."""
@@ -1052,27 +1010,26 @@ def token_classes(prompt, c):
          f"classes, config.json says {c.engram_compressed_vocab_size}: Engram rows would be wrong")
     return torch.tensor(out)
 
-
 class Engram:
     """n-gram memory: hashed rows of a mapped table, gated into every stream."""
 
     def __init__(self, c, plan, weights, prefix):
-        self.c, self.checkpoint, self.rt = c, weights.checkpoint, weights.rt
+        self.c, self.checkpoint, self.w = c, weights.checkpoint, weights
         self.name = prefix + "embed"
         self.checkpoint.read_at_random(self.name + ".weight")
         self.wkv = weights.linear(prefix + "wkv")
         self.q_weight, self.k_weight = (weights.vector(f"{prefix}{n}_weight") for n in "qk")
-        primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.rt.device)
-        need(int(primes.sum()) == c.engram_num_embeddings[plan.engram], f"config.json: the primes "
-             f"of layer {plan.index}'s Engram table sum to {int(primes.sum())}, not to its rows")
+        primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.w.device)
+        need(int(primes.sum()) == c.engram_num_embeddings[plan.engram], f"the primes of "
+             f"layer {plan.index}'s Engram table sum to {int(primes.sum())}, not to its rows")
         self.primes, flat = primes, primes.flatten()                        # [N - 1, heads]
         self.offsets = (flat.cumsum(0) - flat).view_as(primes)
-        self.multipliers = torch.tensor(K.engram_multipliers(c, plan.index), device=self.rt.device)
+        self.multipliers = torch.tensor(K.engram_multipliers(c, plan.index), device=self.w.device)
 
     def __call__(self, h, batch):
         """h [T, S, D] -> like h."""
         rows = K.ngram_rows(batch.classes, self.multipliers, self.primes, self.offsets)
-        kv = self.wkv(self.rows(rows).flatten(1).to(self.rt.dtype))         # [T, (S + 1) * D]
+        kv = self.wkv(self.rows(rows).flatten(1).to(self.w.dtype))         # [T, (S + 1) * D]
         key, value = kv.split([kv.shape[1] - h.shape[2], h.shape[2]], 1)
         return K.engram_write(h, key.unflatten(1, h.shape[1:]), value, self.q_weight, self.k_weight,
                               self.c.rms_norm_eps)
@@ -1083,8 +1040,7 @@ class Engram:
         weight, scale = (self.checkpoint.packed(f"{self.name}.{n}").view(torch.uint8)[index]
                          for n in ("weight", "scale"))
         check_scale(self.name, scale.view(K.E8M0))
-        return K.dequantize_fp8(torch.cat([weight, scale], -1)).to(self.rt.device)
-
+        return K.dequantize_fp8(torch.cat([weight, scale], -1)).to(self.w.device)
 
 class Block:
     """(Engram,) attention and experts, each inside its mHC site."""
@@ -1104,30 +1060,29 @@ class Block:
         h, pre = self.hc_attn(h, pre, lambda x: self.attn(x, batch, cache))
         return self.hc_ffn(h, pre, self.ffn)
 
-
 class Transformer:
     """The backbone: embedding, blocks, norm, head."""
 
     def __init__(self, c, weights, progress=None):
-        self.c, self.rt, self.blocks = c, weights.rt, []
-        self.embed = weights.checkpoint.packed("embed.weight").to(self.rt.device)       # [V, D]
+        self.c, self.w, self.blocks = c, weights, []
+        self.embed = weights.checkpoint.packed("embed.weight").to(self.w.device)       # [V, D]
         for plan in c.layers:
             self.blocks.append(Block(c, plan, weights))
             if progress:
                 progress("loading layer", plan.index + 1, len(c.layers))
         self.norm, self.head = weights.vector("norm.weight"), weights.linear("head")
-        self.frequencies = {x: K.rope_frequencies(c, x).to(self.rt.device) for x in (False, True)}
+        self.frequencies = {x: K.rope_frequencies(c, x).to(self.w.device) for x in (False, True)}
 
     def __call__(self, batch, cache, rows):
         """All rows of the batch go through; -> logits fp32 [len(rows), V] of the rows asked for."""
         batch.rope = {x: K.rotation(batch.pos, f) for x, f in self.frequencies.items()}
-        h = F.embedding(batch.ids, self.embed).to(self.rt.dtype)
+        h = F.embedding(batch.ids, self.embed).to(self.w.dtype)
         h = h[:, None].expand(-1, self.c.hc_mult, -1)                       # [T, S, D]
         pre = F.one_hot(torch.zeros_like(batch.ids), self.c.hc_mult).float()          # [T, S]
         for block in self.blocks:
             h, pre = block(h, pre, batch, cache)
         x = K.rms_norm(K.hc_collapse(h[rows], pre[rows]), self.norm, self.c.rms_norm_eps)
-        return self.head(x.to(self.rt.dtype))
+        return self.head(x.to(self.w.dtype))
 
 
 # ================================================================================================
@@ -1146,12 +1101,11 @@ class SamplingParams:
         t, p = (x if type(x) in (int, float) else math.nan for x in (self.temperature, self.top_p))
         need(type(self.max_tokens) is int and self.max_tokens >= 1, f"max_tokens is "
              f"{self.max_tokens!r}, must be a whole number from 1")
-        need(t == 0 or 1e-3 <= t < math.inf, f"temperature is {self.temperature!r}, must be 0, which "
-             "is greedy, or at least 0.001")
+        need(t == 0 or 1e-3 <= t < math.inf, f"temperature is {self.temperature!r}, must be 0 (the "
+             "most likely token) or at least 0.001")
         need(0 < p <= 1, f"top_p is {self.top_p!r}, must be above 0 and at most 1")
         need(type(self.seed) is int and 0 <= self.seed < 2**64, f"seed is {self.seed!r}, must be a "
              "whole number from 0 to 2^64 - 1")
-
 
 @dataclass(frozen=True)
 class Output:
@@ -1161,16 +1115,16 @@ class Output:
     finish_reason: str                   # "stop" (eos) or "length"
     stats: dict
 
-
 class Engine:
     """The model, its cache, and the requests that share them."""
 
-    def __init__(self, cfg, model, prompt, runtime, max_batch, max_pages, chunk, token_class):
-        self.cfg, self.model, self.prompt, self.rt, self.chunk = cfg, model, prompt, runtime, chunk
-        self.cache = Cache(cfg, max_batch, max_pages, chunk, runtime.device)
-        self.ngram = (token_class, int(token_class[cfg.engram_pad_token_id]),
-                      cfg.engram_max_ngram_size) if token_class is not None else None
-        self.waiting, self.running = deque(), []
+    def __init__(self, cfg, model, prompt, max_batch, max_pages, chunk):
+        self.cfg, self.model, self.prompt, self.device = cfg, model, prompt, model.w.device
+        self.cache, self.chunk = Cache(cfg, max_batch, max_pages, chunk, self.device), chunk
+        self.waiting, self.running, self.ngram = deque(), [], None
+        if cfg.engram_layer_ids:
+            classes = token_classes(prompt, cfg).to(self.device)
+            self.ngram = classes, int(classes[cfg.engram_pad_token_id]), cfg.engram_max_ngram_size
 
     @classmethod
     def load(cls, folder, device=None, dtype=None, deterministic=False, lazy=None, max_batch=8,
@@ -1197,18 +1151,16 @@ class Engine:
         m, most = memory(cfg, dtype), max_batch * -(-cfg.max_position_embeddings // PAGE)
         if max_pages is None:
             max_pages = max(1, min(most, 2**31 // max(1, m["page"])))
-        rt = Runtime(device, dtype, 16 if deterministic else None,
-                     not fits(m, device) if lazy is None else lazy)
         prompt = Prompt(folder, cfg.bos_token_id)
-        classes = token_classes(prompt, cfg).to(device) if cfg.engram_layer_ids else None
-        model = Transformer(cfg, Weights(Checkpoint(folder, cfg), rt), progress)
-        return cls(cfg, model, prompt, rt, max_batch, max_pages, chunk, classes)
+        weights = Weights(Checkpoint(folder, cfg), device, dtype, 16 if deterministic else None,
+                          not fits(m, device) if lazy is None else lazy)
+        return cls(cfg, Transformer(cfg, weights, progress), prompt, max_batch, max_pages, chunk)
 
     # -- requests ---------------------------------------------------------------------------------
     def _sequence(self, prompt, params=None):
         """A checked, not yet admitted Sequence; without params it will not be sampled from."""
-        need(isinstance(prompt, (str, list, tuple)), f"the prompt {prompt!r:.40} is no string and no "
-             "list of ids")
+        need(isinstance(prompt, (str, list, tuple)), f"the prompt {prompt!r:.40} is no string and "
+             "no list of ids")
         need(isinstance(params, SamplingParams | None), f"{params!r:.40} is no SamplingParams")
         ids = self.prompt.raw(prompt) if isinstance(prompt, str) else list(prompt)
         V, image, most = (self.cfg.vocab_size, self.cfg.image_token_id,
@@ -1267,7 +1219,7 @@ class Engine:
         """Run the next n tokens of each (sequence, n); -> logits of the given rows."""
         for seq, n in work:
             self.cache.extend(seq, n)
-        logits = self.model(Batch(work, self.rt.device, self.ngram), self.cache, rows)
+        logits = self.model(Batch(work, self.device, self.ngram), self.cache, rows)
         for seq, n in work:
             seq.n_cached += n
             self.cache.trim(seq)
@@ -1354,7 +1306,6 @@ def progress(what, done, of):
         end = "\n" if done == of else ""
         print(f"\r{what} {done}/{of}", end=end, file=sys.stderr, flush=True)
 
-
 def arguments(argv):
     """argv -> the parsed options."""
     p = argparse.ArgumentParser("nanoflash", description="DeepSeek-V4.1-Flash in two files.")
@@ -1382,7 +1333,6 @@ def arguments(argv):
     if args.think and not args.chat or args.ranks != 1 and not args.plan:
         p.error("--think goes with --chat, --ranks with --plan")
     return args
-
 
 def run(args):
     """Print the plan, or the continuation of one prompt as it is made."""
@@ -1416,7 +1366,6 @@ def run(args):
     if args.stats:
         print(", ".join(f"{k} {v}" for k, v in seq.stats().items()), file=sys.stderr)
 
-
 def main(argv=None):
     """Run the command line; -> exit status. A user's mistake ends in one line and status 2."""
     sys.stdout.reconfigure(errors="replace")             # a terminal that lacks a character
@@ -1431,7 +1380,6 @@ def main(argv=None):
         return 2
     except KeyboardInterrupt:
         return 130
-
 
 if __name__ == "__main__":
     sys.exit(main())
