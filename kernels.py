@@ -122,7 +122,6 @@ def dequantize_weight(weight, scale, dtype):
     values = unpack_e2m1(weight.view(torch.uint8), dtype).unflatten(1, (-1, FP8_BLOCK))
     return values.mul_(scale[:, :, None]).flatten(1)
 
-
 # ------------------------------------------------------------------------------------------------
 # Dense
 # ------------------------------------------------------------------------------------------------
@@ -188,7 +187,6 @@ def swiglu(gate, up, limit):
     gate = gate.clamp(max=limit)
     return gate * sigmoid(gate) * up.clamp(-limit, limit)
 
-
 # ------------------------------------------------------------------------------------------------
 # mHC: single-pass manifold-constrained hyper-connections
 # ------------------------------------------------------------------------------------------------
@@ -225,7 +223,6 @@ def hc_expand(h, y, post, comb):
     mixed = sum(comb[:, j, :, None] * h[:, j, None].float() for j in range(h.shape[1]))
     return (post[:, :, None] * y[:, None].float() + mixed).to(h.dtype)
 
-
 # ------------------------------------------------------------------------------------------------
 # Sparse attention
 # ------------------------------------------------------------------------------------------------
@@ -245,14 +242,14 @@ def index_scores(q, w, keys, block=None):
 
     q [T, Hi, di], w [T, Hi], keys [n, di], all fp32 (dequantized FP4).
     """
-    n_rows, n_keys = q.shape[0], keys.shape[0]
-    if block is not None:
+    n_rows, n_keys, size = q.shape[0], keys.shape[0], block or q.shape[0]
+    if block is not None:                                # every product gets the same shape
         q, w = (F.pad(t, (0, 0) * (t.dim() - 1) + (0, -n_rows % block)) for t in (q, w))
         keys = F.pad(keys, (0, 0, 0, -n_keys % KEY_BLOCK))
     tiles = []
-    for q, w in zip(q.split(block or n_rows), w.split(block or n_rows)):
-        dots = [(q.flatten(0, 1) @ k.T).unflatten(0, w.shape) for k in keys.split(KEY_BLOCK)]
-        tiles.append(torch.cat([(s.relu() * w[:, :, None]).sum(1) for s in dots], 1))
+    for qb, wb in zip(q.split(size), w.split(size)):
+        dots = [(qb.flatten(0, 1) @ k.T).unflatten(0, wb.shape) for k in keys.split(KEY_BLOCK)]
+        tiles.append(torch.cat([(s.relu() * wb[:, :, None]).sum(1) for s in dots], 1))
     return torch.cat(tiles)[:n_rows, :n_keys]
 
 def topk_mask(scores, k):
@@ -263,8 +260,8 @@ def topk_mask(scores, k):
     k = min(k, scores.shape[1])
     if k == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
-    kth = scores.topk(k).values[:, -1:]                  # only its value: torch.topk breaks ties
-    above, tied = scores > kth, (scores == kth) & (scores > -torch.inf)         # as it likes
+    kth = scores.topk(k).values[:, -1:]       # not .indices: torch.topk breaks ties as it likes
+    above, tied = scores > kth, (scores == kth) & (scores > -torch.inf)
     return above | tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True))
 
 def mask_to_index(mask, k):
@@ -293,9 +290,10 @@ def attend(q, kv, visible, sink):
     One softmax over all L rows of a token; the per-head logit sink [H] joins the denominator only.
     Scale d^-0.5. A query that sees nothing returns zeros. Invisible rows may hold anything (NaN).
     """
-    if q.shape[0] == 1:                                  # BLAS sums a batch of one, or one row,
+    # BLAS sums a batch of one, and a single key, in another order: never give it either
+    if q.shape[0] == 1:
         return attend(*(t.expand(2, *t.shape[1:]) for t in (q, kv, visible)), sink)[:1]
-    if kv.shape[1] == 1:                                 # otherwise than in company
+    if kv.shape[1] == 1:
         kv, visible = F.pad(kv, (0, 0, 0, 1)), F.pad(visible, (0, 1))
     kv = kv.masked_fill(~visible[:, :, None], 0)
     logits = torch.bmm(q, kv.transpose(1, 2)) * q.shape[-1] ** -0.5             # [T, H, L]
@@ -303,7 +301,6 @@ def attend(q, kv, visible, sink):
     top = torch.maximum(logits.amax(-1), sink)[..., None]
     p = torch.exp(logits - top)
     return torch.bmm(p, kv) / (p.sum(-1, keepdim=True) + torch.exp(sink[:, None] - top))
-
 
 # ------------------------------------------------------------------------------------------------
 # Experts
@@ -319,13 +316,12 @@ def route(logits, bias, k, scale):
     w = s.gather(1, experts)
     return experts, w / (w.sum(-1, keepdim=True) + 1e-20) * scale
 
-
 # ------------------------------------------------------------------------------------------------
 # Engram
 # ------------------------------------------------------------------------------------------------
 # numpy promises no stable stream, so its generator stands here, on Python ints.
-def seed_sequence(entropy, n=8):
-    """numpy's SeedSequence(entropy).generate_state(n) as n uint32, for entropy below 2^32."""
+def seed_sequence(entropy):
+    """numpy's SeedSequence(entropy).generate_state(8): 8 uint32, for entropy below 2^32."""
     m32 = 0xFFFFFFFF
 
     def hasher(init, mult):
@@ -346,7 +342,7 @@ def seed_sequence(entropy, n=8):
                 x = 0xCA01F9DD * pool[dst] - 0x4973F715 * hashed(pool[src]) & m32
                 pool[dst] = x ^ x >> 16
     out = hasher(0x8B51F9DD, 0x58F38DED)
-    return [out(pool[i % 4]) for i in range(n)]
+    return [out(x) for x in pool * 2]
 
 def default_rng_integers(seed, bound, n):
     """numpy.random.default_rng(seed).integers(0, bound, n): PCG64 XSL-RR, then Lemire's method."""
@@ -415,7 +411,6 @@ def engram_write(h, key, value, q_weight, k_weight, eps):
     dot = dot * torch.rsqrt(key.square().mean(-1) + eps) * h.shape[-1] ** -0.5
     gate = sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
     return (x + gate[..., None] * value[:, None]).to(h.dtype)
-
 
 # ------------------------------------------------------------------------------------------------
 # Sampling

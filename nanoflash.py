@@ -20,25 +20,14 @@ visible. Every operation stands in kernels.py, once. A row's result depends on t
 which `deterministic` makes true to the last bit.
 
 Dimension letters: T tokens (rows of a batch), D hidden, H heads, d head dim, r rotated channels,
-S streams, W window, K selected groups, E experts, k experts a token, N n-gram length, V vocabulary.
+S streams, W window, K selected groups (K.name is kernels.name), E experts, k experts a token,
+Hi index heads, di index head dim, G output groups, N n-gram length, V vocabulary.
 A *group* is the `ratio` tokens that share a latent, a *slot* a sequence's row in the page tables.
 """
 from __future__ import annotations
 
-import argparse
-import codecs
-import itertools
-import json
-import math
-import mmap
-import operator
-import os
-import sys
-import time
-import warnings
-from collections import deque
+import argparse, codecs, itertools, json, math, mmap, operator, os, sys, time, warnings
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +38,6 @@ from tokenizers import Regex, Tokenizer, normalizers
 import kernels as K
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "golden"
-
 
 # ================================================================================================
 # Config: config.json, checked, and one LayerPlan per layer
@@ -72,6 +60,7 @@ RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engr
 # a mechanism's keys stand together: all of this prefix, and the one that turns it on
 SWITCHES = {"candidate_": "candidate_source_layer_id", "engram_": "engram_layer_ids",
             "dspark_": "num_nextn_predict_layers"}
+VISION = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", "num_hidden_layers")
 KINDS = {              # annotation -> what it stands for, and whether a value is that
     "int": ("a whole number from 0 below 2^31", lambda x: type(x) is int and 0 <= x < 2**31),
     "float": ("a number from 0 below 2^31", lambda x: type(x) in (int, float) and 0 <= x < 2**31),
@@ -91,7 +80,8 @@ class LayerPlan:
     """What one layer does with the compressed KV (CSA2), from the schedule in config.json."""
     index: int
     ratio: int                        # 0 window only, 2 encoder, 1 decoder
-    mode: str                         # "window", "full", "reindex" or "reuse"
+    mode: str                         # "window": no compressed KV; "full": makes latents, keys and
+                                      # a selection; "reindex": a selection only; "reuse": nothing
     kv_source: int | None             # the layer whose latents and index keys this one reads
     index_source: int | None          # the layer whose selection this one attends to
     candidates: str | None            # "source" publishes blocks, "reader" scores inside them only
@@ -99,40 +89,29 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Config:
-    """config.json under its own names; rope_scaling's keys are joined on. `layers` is derived."""
-    # width
-    vocab_size: int; hidden_size: int; rms_norm_eps: float
-    # residual streams
-    hc_mult: int; hc_sinkhorn_iters: int; hc_eps: float
-    # attention
-    num_attention_heads: int; head_dim: int; q_lora_rank: int; o_groups: int; o_lora_rank: int
-    sliding_window: int; max_position_embeddings: int
-    # rotation
-    qk_rope_head_dim: int; rope_theta: float; compress_rope_theta: float
+    """config.json under its own names (rope_scaling.x is rope_scaling_x); `layers` is derived."""
+    vocab_size: int; hidden_size: int; rms_norm_eps: float                      # width
+    hc_mult: int; hc_sinkhorn_iters: int; hc_eps: float                         # residual streams
+    num_attention_heads: int; head_dim: int; sliding_window: int                # attention
+    q_lora_rank: int; o_groups: int; o_lora_rank: int; max_position_embeddings: int
+    qk_rope_head_dim: int; rope_theta: float; compress_rope_theta: float        # rotation
     rope_scaling_factor: float; rope_scaling_beta_fast: float; rope_scaling_beta_slow: float
     rope_scaling_original_max_position_embeddings: int
-    # the schedule of compressed KV
-    num_hidden_layers: int; compress_ratios: tuple
+    num_hidden_layers: int; compress_ratios: tuple                              # compressed KV
     kv_source_layer_ids: tuple; index_source_layer_ids: tuple
     index_n_heads: int; index_head_dim: int; index_topk: int
-    # experts
-    n_routed_experts: int; num_experts_per_tok: int; moe_intermediate_size: int
+    n_routed_experts: int; num_experts_per_tok: int; moe_intermediate_size: int        # experts
     routed_scaling_factor: float; swiglu_limit: float
-    # ids
-    bos_token_id: int; eos_token_id: int; image_token_id: int | None = None
-    # two-level top-k
-    candidate_source_layer_id: int | None = None
+    bos_token_id: int; eos_token_id: int; image_token_id: int | None = None     # ids
+    candidate_source_layer_id: int | None = None                                # two-level top-k
     candidate_topk_blocks: int = 0; candidate_block_size: int = 0
-    # n-gram memory
-    engram_layer_ids: tuple = (); engram_num_embeddings: tuple = (); engram_vocab_size: int = 0
+    engram_layer_ids: tuple = (); engram_num_embeddings: tuple = ()             # n-gram memory
     engram_max_ngram_size: int = 0; engram_n_heads: int = 0; engram_head_dim: int = 0
-    engram_pad_token_id: int = 0; engram_compressed_vocab_size: int = 0
-    # draft stages
-    num_nextn_predict_layers: int = 0; dspark_target_layer_ids: tuple = ()
+    engram_vocab_size: int = 0; engram_pad_token_id: int = 0; engram_compressed_vocab_size: int = 0
+    num_nextn_predict_layers: int = 0; dspark_target_layer_ids: tuple = ()      # draft stages
     dspark_block_size: int = 0; dspark_noise_token_id: int = 0; dspark_markov_rank: int = 0
     dspark_n_routed_experts: int = 0; dspark_num_experts_per_tok: int = 0
-    # sizes of the image tensors, which are counted and never read
-    vision_config: dict = field(default_factory=dict)
+    vision_config: dict = field(default_factory=dict)            # sizes only: images are never read
     layers: tuple = field(init=False, default=())
 
     @classmethod
@@ -141,7 +120,7 @@ class Config:
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
-            raise FileNotFoundError(f"no config.json at {path}: --model wants a local folder")
+            raise FileNotFoundError(f"no config.json at {path}: a checkpoint is a local folder")
         raw = _json(path)
         try:
             return cls.read(raw)
@@ -218,7 +197,7 @@ def _flatten(raw):
             yield from _flatten(value)
         elif key in ("rope_scaling", "quantization_config") and isinstance(value, dict):
             yield from ((f"{key}.{inner}", v) for inner, v in value.items())
-        elif value is not None or key == "candidate_source_layer_id":
+        elif value is not None or key == "candidate_source_layer_id":      # null: one-level top-k
             yield key, value
 
 def _schedule(c):
@@ -241,7 +220,7 @@ def _schedule(c):
         is_kv, is_index = i in c.kv_source_layer_ids, i in c.index_source_layer_ids
         kv, index = (i if is_kv else kv), (i if is_index else index)
         reader = is_index and cand is not None and i > cand
-        for good, why in (
+        for good, why in (           # all are evaluated before the first is judged
                 (ratio in (0, 1, 2), f"has compress ratio {ratio}, not 0, 1 or 2"),
                 (ratio or not (is_kv or is_index), "is listed as a source but has ratio 0"),
                 (not ratio or kv is not None, "is an index source without keys: no KV source is "
@@ -257,7 +236,6 @@ def _schedule(c):
                                "source" if i == cand else "reader" if reader else None,
                                c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None))
     return tuple(plans)
-
 
 # ================================================================================================
 # Checkpoint: the expected inventory, the mapped files, the memory plan
@@ -300,10 +278,8 @@ vision_block   vision         bf16  attn.wqkv.bias 3v; attn.wo.weight v v; attn.
 vision_block   vision         bf16  mlp.w1.weight 2i v; mlp.w2.weight v i
 """
 PLAIN = {"bf16": ("BF16",), "f32": ("F32",), "any": ("F32", "BF16")}         # accepted types
+# a .weight of that type with that many columns a byte; a .scale for so many rows x 32 columns
 PACKED = {"fp8": ("F8_E4M3", 1, 32), "fp4": ("I8", 2, 1), "rows": ("F8_E4M3", 1, 1)}
-# ^ a .weight [out, in] of that type with that many columns a byte, and a .scale for every so many
-#   rows and 32 columns
-VISION = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", "num_hidden_layers")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8,
           "F8_E4M3": K.E4M3, "F8_E8M0": K.E8M0}
 
@@ -323,7 +299,7 @@ def inventory(c):
     D, S, H, d, m, w = (c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim,
                         c.dspark_markov_rank, c.engram_head_dim)
     Hi, di, stages = c.index_n_heads, c.index_head_dim, c.num_nextn_predict_layers
-    v, i, patch, down, n_images = (c.vision_config.get(x, 0) for x in VISION)
+    v, i, patch, down, vision_depth = (c.vision_config.get(x, 0) for x in VISION)
     letters = {
         "V": c.vocab_size, "D": D, "S": S, "H": H, "d": d, "Q": c.q_lora_rank, "M": (2 + S) * S,
         "SD": S * D, "S1D": (S + 1) * D, "Hd": H * d, "Hd/G": H * d // c.o_groups, "w": w, "m": m,
@@ -332,46 +308,40 @@ def inventory(c):
         "nD": len(c.dspark_target_layer_ids) * D, "v": v, "3v": 3 * v, "i": i, "2i": 2 * i,
         "av": down**2 * v, "3pp": 3 * patch**2, "1": 1, "3": 3}
     parts, specs = {}, {}
-    for part, *line in (x.split(None, 3) for x in LAYOUT.strip().split("\n")):
-        parts.setdefault(part, []).append(line)
+    for part, family, form, items in (x.split(None, 3) for x in LAYOUT.strip().split("\n")):
+        parts.setdefault(part, []).append((family, form, [x.split() for x in items.split(";")]))
 
-    def expand(part, **more):
-        out = {}
+    def add(at, part, draft=""):
         for family, form, items in parts[part]:
-            for name, *shape in map(str.split, items.split(";")):
-                shape = tuple(more[x] if x in more else letters[x] for x in shape)
+            for name, *shape in items:
+                shape = tuple(letters[x] for x in shape)
                 if form in PLAIN:
-                    out[name] = Spec(PLAIN[form], shape, family)
+                    specs[at + name] = Spec(PLAIN[form], shape, draft + family)
                     continue
                 (dtype, per_byte, rows), (n_out, n_in) = PACKED[form], shape
-                scale = -(-n_out // rows), -(-n_in // 32)
-                out[name + ".weight"] = Spec((dtype,), (n_out, n_in // per_byte), family)
-                out[name + ".scale"] = Spec(("F8_E8M0",), scale, family)
-        return out
-
-    def add(at, part_specs, draft=""):
-        for name, spec in part_specs.items():
-            specs[at + name] = spec._replace(family=draft + spec.family)
-    add("", expand("top"))
-    expert = expand("expert")
-    for s in range(len(c.layers) + stages):
-        p, draft = (c.layers[s], "") if s < len(c.layers) else (None, "draft_")
-        at = f"mtp.{s - len(c.layers)}." if draft else f"layers.{s}."
-        E = c.dspark_n_routed_experts if draft else c.n_routed_experts
-        add(at, expand("block", E=E), draft)
-        for e in range(E):
-            add(f"{at}ffn.experts.{e}.", expert, draft)
+                for end, kind, size in ((".weight", dtype, (n_out, n_in // per_byte)),
+                                        (".scale", "F8_E8M0", (-(-n_out // rows), -(-n_in // 32)))):
+                    specs[at + name + end] = Spec((kind,), size, draft + family)
+    add("", "top")
+    for s, p in enumerate([*c.layers, *[None] * stages]):               # None: a draft stage
+        at, draft = (f"layers.{s}.", "") if p else (f"mtp.{s - len(c.layers)}.", "draft_")
+        letters["E"] = c.n_routed_experts if p else c.dspark_n_routed_experts
+        letters["R"] = c.engram_num_embeddings[p.engram] if p and p.engram is not None else 0
+        add(at, "block", draft)
+        for e in range(letters["E"]):
+            add(f"{at}ffn.experts.{e}.", "expert", draft)
         for part, there in (("index", p and p.mode in ("full", "reindex")),
                             ("full", p and p.mode == "full"),
                             ("pair", p and p.mode == "full" and p.ratio == 2),
-                            ("engram", p and p.engram is not None),
+                            ("engram", letters["R"]),
                             ("first_draft", at == "mtp.0."),
                             ("last_draft", at == f"mtp.{stages - 1}.")):
             if there:
-                add(at, expand(part, R=part == "engram" and c.engram_num_embeddings[p.engram]))
-    for n in range(n_images):
-        add(f"vision.blocks.{n}.", expand("vision_block"))
-        add("", expand("vision"))
+                add(at, part)
+    for n in range(vision_depth):
+        add(f"vision.blocks.{n}.", "vision_block")
+    if vision_depth:
+        add("", "vision")
     return specs
 
 class Checkpoint:
@@ -385,9 +355,9 @@ class Checkpoint:
         self.folder, self.specs, self.at = Path(folder), inventory(cfg), {}
         for shard, names in self._shards().items():
             here = self._open(self.folder / shard)
-            wrong = (here.keys() ^ names) if names is not None else ()
+            wrong = here.keys() ^ names if names else ()
             need(not wrong, f"{shard} and model.safetensors.index.json disagree on {_some(wrong)}")
-            self.at.update(here)
+            self.at |= here
         missing, extra = self.specs.keys() - self.at.keys(), self.at.keys() - self.specs.keys()
         need(not missing, f"{folder}: missing {_some(missing)}")
         need(not extra, f"{folder}: unexpected {_some(extra)}")
@@ -404,10 +374,10 @@ class Checkpoint:
         listed = _json(index)
         listed = listed.get("weight_map") if isinstance(listed, dict) else None
         need(isinstance(listed, dict), f"{index} has no weight_map")
-        for name, shard in listed.items():
-            need(isinstance(shard, str) and Path(shard).name == shard != "..", f"{index.name}: "
-                 f"{name} lies in {shard!r}, which is no file of this folder")
-            shards.setdefault(shard, set()).add(name)
+        for name, x in listed.items():
+            need(isinstance(x, str) and Path(x).name == x != "..", f"{index.name}: {name} lies in "
+                 f"{x!r}, which is no file of this folder")
+            shards.setdefault(x, set()).add(name)
         return shards
 
     def _open(self, path):
@@ -427,6 +397,7 @@ class Checkpoint:
                 ends.append((begin, end))
                 need(dtype not in DTYPES or end - begin == DTYPES[dtype].itemsize * math.prod(
                      map(operator.index, shape)), f"the bytes of {name} do not fit its shape")
+            # each tensor begins where the one before it ends
             ends = [8 + n, *itertools.chain(*sorted(ends)), size]
             need(ends[::2] == ends[1::2], "its tensors do not fill it one after the other")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -444,20 +415,20 @@ class Checkpoint:
     def dequantized(self, name, dtype, device="cpu"):
         """`name` or `name`.weight -> its values in dtype, exact; its mapped pages are let go."""
         names = [n for n in (name, name + ".weight", name + ".scale") if n in self.at]
-        weight, scale = (*(self.packed(n) for n in names), None)[:2]
+        weight, scale = [self.packed(n).to(device) for n in names] + [None] * (2 - len(names))
         check_scale(name, scale)
-        scale = None if scale is None else scale.to(device)
-        out = K.dequantize_weight(weight.to(device), scale, dtype)
-        out = out.clone() if out.data_ptr() == weight.data_ptr() else out
+        out = K.dequantize_weight(weight, scale, dtype)
+        out = out.clone() if out.data_ptr() == weight.data_ptr() else out   # no view of the map
         for n in names:
             self.at[n][0].madvise(mmap.MADV_DONTNEED)
         return out
 
     def read_at_random(self, name):
-        """Tell the system not to read ahead in this tensor."""
-        mapped, _, _, begin = self.at[name]
-        page = begin - begin % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_RANDOM, page, begin - page + self.specs[name].nbytes)
+        """Tell the system not to read ahead in this table: tokens want single rows."""
+        for n in (name + ".weight", name + ".scale"):
+            mapped, _, _, begin = self.at[n]
+            into = begin % mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_RANDOM, begin - into, into + self.specs[n].nbytes)
 
 def check_scale(name, scale):
     """Refuse e8m0 byte 0xFF, which is NaN: a damaged file would otherwise spread silently."""
@@ -504,8 +475,9 @@ def fits(m, device):
 
 def plan(c, dtype=torch.float32, ranks=1):
     """The text of --plan: inventory by family, cache, memory, bytes a rank. Opens no weights."""
-    for n in filter(None, (c.n_routed_experts, c.dspark_n_routed_experts)):
-        need(ranks >= 1 and n % ranks == 0, f"{n} experts cannot be divided over {ranks} ranks")
+    counts = [n for n in (c.n_routed_experts, c.dspark_n_routed_experts) if n]
+    need(ranks >= 1 and not any(n % ranks for n in counts), f"--ranks {ranks} does not divide the "
+         f"experts of a layer, {' and '.join(map(str, counts))} with the draft's")
     specs = inventory(c)
     families, m, modes = {}, memory(c, dtype, specs), [p.mode for p in c.layers]
     for spec in specs.values():
@@ -526,7 +498,8 @@ def plan(c, dtype=torch.float32, ranks=1):
         f"{c.max_position_embeddings:,} tokens",
         f"memory in {str(dtype)[6:]}: {_size(m['held'] + m['weights'])} with weights dequantized, "
         + ("which fit here" if fits(m, "cpu") else "too much for this machine"),
-        f"  {_size(m['held'] + m['largest'])} with --lazy, which dequantizes them as they run",
+        f"  {_size(m['held'] + m['largest'])} with --lazy, which dequantizes them as they run"
+        + " (in bf16 through fp32)" * (dtype == torch.bfloat16),
         f"ranks: {ranks}, each with {_size(each)} packed, {_size(experts // ranks)} of it experts,",
         f"  and {_size(tables)} of Engram tables mapped from disk"])
 
@@ -534,21 +507,26 @@ def _size(n):
     unit = max(i for i in range(5) if i == 0 or n >= 1024**i)
     return f"{n:,.0f} B" if unit == 0 else f"{n / 1024**unit:.1f} {' KMGT'[unit]}iB"
 
-
 # ================================================================================================
 # Prompt: text to ids and back
 # ================================================================================================
-BOS, EOS, SYSTEM, USER, ASSISTANT, REMINDER, THINK, END_THINK = MARKS = (
-    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜System｜>", "<｜User｜>", "<｜Assistant｜>",
-    "<｜latest_reminder｜>", "<think>", "</think>")
+class Mark(str):
+    """A template mark, told from text by its type: user text is never scanned for marks."""
+
+BOS, EOS, SYSTEM, USER, ASSISTANT, REMINDER, THINK, END_THINK = MARKS = tuple(map(Mark, (
+    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜System｜>", "<｜User｜>",
+    "<｜Assistant｜>", "<｜latest_reminder｜>", "<think>", "</think>")))
+ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "latest_reminder": REMINDER}
 EFFORT = {"low": 50, "high": 75, "max": 100}
 EFFORT_TEXT = ("Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the "
                "reasoning)\n\n")
 FORMAT_TEXT = ("\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to "
                "reply:\n{}")
 
-class Mark(str):
-    """A template mark, told from text by its type: user text is never scanned for marks."""
+# byte-level BPE writes each byte as a printable character: {character: byte}
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE = {chr(c): bytes([b]) for c, b in zip(
+    [*_SHOWN, *range(256, 512)], [*_SHOWN, *(b for b in range(256) if b not in _SHOWN)])}
 
 def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     """The V4.1 chat encoding: messages -> list of Mark and text pieces.
@@ -558,36 +536,38 @@ def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     or 1..100. response_format: a JSON schema as a string, or "json_object". Past reasoning is
     dropped.
     """
-    need(messages, "a chat needs at least one message")
-    effort = EFFORT.get(effort, effort)
+    need(messages and isinstance(messages, (list, tuple)), "a chat needs a list with at least one "
+         "message")
+    effort = EFFORT.get(effort, effort) if isinstance(effort, str) else effort
     need(type(effort) is int and 1 <= effort <= 100, f"effort is {effort!r}, not 1..100, low, high "
          "or max")
     for i, m in enumerate(messages):
-        need(m.get("role") in ("system", "user", "assistant", "latest_reminder") and isinstance(
-             m.get("content"), str) and not m.get("tool_calls"), f"message {i}: only system, user, "
-             "assistant and latest_reminder messages with a text as content are supported")
+        good = isinstance(m, dict) and isinstance(m.get("content"), str) and not m.get("tool_calls")
+        need(good and m.get("role") in ROLES, f"message {i}: only {', '.join(ROLES)} with a text "
+             "as content are supported")
     first = messages[0]["role"] == "system"
-    head = EFFORT_TEXT.format(effort) * thinking + (messages[0]["content"] if first else "")
+    head = EFFORT_TEXT.format(effort) * bool(thinking) + (messages[0]["content"] if first else "")
     if response_format:
         head += FORMAT_TEXT.format('{"type": "json_object"}' if response_format == "json_object"
                                    else response_format)
-    pieces = [Mark(BOS)] + ([Mark(SYSTEM), head] if thinking or first or head else [])
+    pieces = [BOS, SYSTEM, head] if thinking or first or head else [BOS]
     role = None
-    for i, m in enumerate(messages[first:], first):
+    for i, m in enumerate(messages[int(first) :], int(first)):
         before, role = role, m["role"]
+        if role == before == "user":
+            pieces[-1] += "\n\n" + m["content"]
+            continue
+        pieces.append(ROLES[role])
         if role == "assistant":
             is_open = bool(m.get("prefix")) and i == len(messages) - 1
-            reasoning = [Mark(THINK), m.get("reasoning_content") or ""] * (is_open and thinking)
-            pieces += [Mark(ASSISTANT), *reasoning, Mark(END_THINK), m["content"]]
+            reasoning = [THINK, m.get("reasoning_content") or ""] if is_open and thinking else []
+            pieces += [*reasoning, END_THINK]
+        pieces.append(m["content"])
+        if role == "assistant":
             if is_open:
                 return pieces
-            pieces.append(Mark(EOS))
-        elif role == before == "user":
-            pieces[-1] += "\n\n" + m["content"]
-        else:
-            pieces += [Mark({"system": SYSTEM, "user": USER, "latest_reminder": REMINDER}[role]),
-                       m["content"]]
-    return pieces + [Mark(ASSISTANT), Mark(THINK if thinking else END_THINK)]
+            pieces.append(EOS)
+    return pieces + [ASSISTANT, THINK if thinking else END_THINK]
 
 class Prompt:
     """The checkpoint's tokenizer.json, once whole (to decode) and once without its added tokens."""
@@ -602,8 +582,7 @@ class Prompt:
             self.plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
         except Exception as e:                           # the package raises nothing narrower
             raise ValueError(f"{path} is no tokenizer: {e}") from None
-        self.added = {t["content"]: t["id"] for t in spec["added_tokens"]}
-        self.added_bytes = {i: s.encode() for s, i in self.added.items()}
+        self.added = {t["content"]: t["id"] for t in spec.get("added_tokens", ())}
 
     def encode(self, text):
         """Text -> ids. Marks in it stay plain text."""
@@ -621,34 +600,25 @@ class Prompt:
         pieces = chat_pieces(messages, thinking, effort, response_format)
         lost = sorted({p for p in pieces if isinstance(p, Mark)} - self.added.keys())
         need(not lost, f"this checkpoint's tokenizer has no chat marks: {', '.join(lost)}")
-        return [i for p in pieces
-                for i in ([self.added[p]] if isinstance(p, Mark) else self.encode(p))]
-
-    @cached_property
-    def _byte(self):
-        """Byte-level BPE writes each byte as a printable character: {character: byte}."""
-        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        hidden = [b for b in range(256) if b not in shown]
-        return {chr(c): bytes([b]) for c, b in zip([*shown, *range(256, 512)], shown + hidden)}
+        return sum(([self.added[p]] if isinstance(p, Mark) else self.encode(p) for p in pieces), [])
 
     def bytes(self, token):
         """The bytes of one id; b"" for an id that the tokenizer does not know."""
-        if token in self.added_bytes:
-            return self.added_bytes[token]
         shown = self.whole.id_to_token(token) or ""
-        return b"".join(self._byte.get(ch, ch.encode()) for ch in shown)
+        if shown in self.added:
+            return shown.encode()
+        return b"".join(BYTE.get(ch, ch.encode()) for ch in shown)
 
     def decoder(self):
         """A function ids -> text that holds back an unfinished character; the last call ends it."""
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda ids, last=False: utf8.decode(b"".join(map(self.bytes, ids)), last)
 
-
 # ================================================================================================
 # Cache: all that changes between tokens
 # ================================================================================================
 PAGE = 128          # tokens a page, of global cache and of window rows alike
-RING = 8            # positions of a sequence whose open pair is kept
+RING = 8            # open-pair rows a sequence keeps, by position: more than a step can take back
 
 class Sequence:
     """One request: what it asked for, its tokens, and the cache that it owns while it runs."""
@@ -682,13 +652,14 @@ class Sequence:
                 "pages": -(-self.n_cached // PAGE)}
 
 class Pool:
-    """Packed rows uint8 [page, rows a page, bytes] behind a page table [slot, sequence's page]."""
+    """Packed rows uint8 [page, rows a page, bytes]; table int64 [slot, nth page] -> page, or -1."""
 
     def __init__(self, table, n_pages, per_page, n_bytes):
         self.table, self.per_page = table, per_page
         self.rows = torch.empty(n_pages, per_page, n_bytes, dtype=torch.uint8, device=table.device)
 
     def _at(self, slot, i):
+        """Flat row of the i-th; -1 (no row, no page) gives some row, which the caller masks."""
         i, n = i.clamp(min=0), self.per_page
         return (self.table[slot, i // n] * n + i % n).clamp(min=0)
 
@@ -714,9 +685,8 @@ class Cache:
         d, di, self.W = c.head_dim, c.index_head_dim, c.sliding_window
         # room for every running sequence's window and for one step's rows: never runs out
         n_window = max_batch * (-(-self.W // PAGE) + 2) + -(-chunk // PAGE)
-        n_pages = min(max_pages, -(-c.max_position_embeddings // PAGE))
-        self.global_table, self.window_table = torch.full((2, max_batch, n_pages), -1,
-                                                          device=device)
+        width = min(max_pages, -(-c.max_position_embeddings // PAGE))
+        self.global_table, self.window_table = torch.full((2, max_batch, width), -1, device=device)
         self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32) for _ in c.layers]
         ratio = {i: c.layers[i].ratio for i in c.kv_source_layer_ids}
         self.latents, self.keys = (
@@ -771,12 +741,12 @@ class Batch:
         self.spans, ids, pos, slot, classes, end = [], [], [], [], [], 0
         for seq, n in work:
             a = seq.n_cached
-            self.spans.append((seq.slot, end, end + n, a))   # slot, first and last row, position
+            self.spans.append((seq.slot, end, end + n, a))   # slot, first row, end row, position
             end += n
             ids += seq.ids[a : a + n]
             pos += range(a, a + n)
             slot += [seq.slot] * n
-            if ngram:
+            if ngram:                    # windows of N classes; before position 0 stands the pad
                 token_class, pad, N = ngram
                 past = token_class[tensor(seq.ids[max(0, a - N + 1) : a + n])]
                 past = F.pad(past, (N - 1 + n - len(past), 0), value=pad)
@@ -784,11 +754,11 @@ class Batch:
         self.ids, self.pos, self.slot = tensor(ids), tensor(pos), tensor(slot)      # [T] each
         self.classes = torch.cat(classes) if ngram else None     # [T, N], a token's own class first
         self.follows = F.pad(self.slot[1:] == self.slot[:-1], (1, 0))     # row t - 1 is pos - 1
+        # the rows that a ring keeps: more would meet in one place, and such a scatter is undefined
         self.tail = tensor([i for _, a, b, _ in self.spans for i in range(max(a, b - RING), b)])
         self.selection = {}              # index source -> int64 [T, K] groups, ascending, -1 padded
         self.candidates = None           # bool [T, blocks], from the candidate source
-        self.rope = {}                   # is the ratio above 0 -> (cos, sin) [T, r/2] of pos
-
+        self.rope = {}                   # compressed layer? -> (cos, sin) [T, r/2], by Transformer
 
 # ================================================================================================
 # Model: one forward for prefill, chunks, decode and verification
@@ -808,23 +778,20 @@ class Weights:
         """A norm, bias, sink or mHC parameter: fp32, always held."""
         return self.checkpoint.dequantized(name, torch.float32, self.device)
 
-    def linear(self, name):
-        """A matrix, as a Linear."""
-        return Linear(lambda: self.checkpoint.dequantized(name, self.dtype, self.device), self)
-
 class Linear:
     """x [T, in] -> fp32 [T, out]. Its matrix is dequantized once, or with --lazy at every use."""
 
-    def __init__(self, load, weights):
-        self.load, self.block = load, weights.block
-        self.held = None if weights.lazy else load()
+    def __init__(self, name, weights):
+        self.name, self.w, self.held = name, weights, None
+        self.held = None if weights.lazy else self.weight()
 
     def weight(self):
         """[out, in] in the activations' dtype."""
-        return self.load() if self.held is None else self.held
+        return (self.w.checkpoint.dequantized(self.name, self.w.dtype, self.w.device)
+                if self.held is None else self.held)
 
     def __call__(self, x):
-        return K.linear(x, self.weight(), self.block)
+        return K.linear(x, self.weight(), self.w.block)
 
 class HyperConnection:
     """One mHC site: reads the streams, runs its sublayer, writes the streams."""
@@ -847,10 +814,10 @@ class Compressor:
 
     def __init__(self, c, plan, weights, prefix):
         self.c, self.plan, self.dtype = c, plan, weights.dtype
-        self.wkv = weights.linear(prefix + "compressor.wkv")
-        self.wgate = weights.linear(prefix + "compressor.wgate") if plan.ratio == 2 else None
+        self.wkv = Linear(prefix + "compressor.wkv", weights)
+        self.wgate = Linear(prefix + "compressor.wgate", weights) if plan.ratio == 2 else None
         self.norm = weights.vector(prefix + "compressor.norm.weight")
-        self.wk = weights.linear(prefix + "indexer.wk")
+        self.wk = Linear(prefix + "indexer.wk", weights)
         self.k_norm = weights.vector(prefix + "indexer.k_norm.weight")
         self.frequencies = K.rope_frequencies(c, True).to(weights.device)
 
@@ -885,37 +852,37 @@ class Indexer:
 
     def __init__(self, c, plan, weights, prefix):
         self.c, self.plan, self.block = c, plan, weights.block
-        self.wq_b = weights.linear(prefix + "indexer.wq_b")
-        self.weights_proj = weights.linear(prefix + "indexer.weights_proj")
+        self.wq_b = Linear(prefix + "indexer.wq_b", weights)
+        self.weights_proj = Linear(prefix + "indexer.weights_proj", weights)
 
     def __call__(self, x, qr, batch, cache):
-        """x [T, D], qr [T, q_lora_rank] -> int64 [T, K]; the candidate source publishes blocks."""
+        """x [T, D], qr [T, q_lora_rank] (the query before wq_b) -> int64 [T, K], -1 padded."""
         c, ratio = self.c, self.plan.ratio
         q = K.rope(self.wq_b(qr).unflatten(1, (c.index_n_heads, -1)), *batch.rope[True])
         q = K.dequantize_index(K.quantize_index(q))                         # [T, Hi, di]
         w = self.weights_proj(x) * c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-        visible = (batch.pos + 1) // ratio
+        n_visible = (batch.pos + 1) // ratio
         if self.plan.candidates == "source":
-            n_blocks = -(-int(visible.max()) // c.candidate_block_size)
+            n_blocks = -(-int(n_visible.max()) // c.candidate_block_size)
             batch.candidates = torch.zeros(len(q), n_blocks, dtype=torch.bool, device=q.device)
         selected = torch.full((len(q), c.index_topk), -1, device=q.device)
-        for slot, first, last, start in batch.spans:
-            group = torch.arange((start + last - first) // ratio, device=q.device)
+        for slot, first, end, start in batch.spans:
+            group = torch.arange((start + end - first) // ratio, device=q.device)
             keys = K.dequantize_index(cache.keys[self.plan.kv_source].read(slot, group))
-            for a in range(first, last, ROWS) if len(keys) else ():
-                rows = slice(a, min(a + ROWS, last))
-                scores = self.scores(q[rows], w[rows], keys, visible[rows], batch, rows)
+            for a in range(first, end if len(keys) else first, ROWS):     # no keys: none selected
+                rows = slice(a, min(a + ROWS, end))
+                scores = self.scores(q[rows], w[rows], keys, n_visible[rows], batch, rows)
                 selected[rows] = K.mask_to_index(K.topk_mask(scores, c.index_topk), c.index_topk)
         return selected
 
-    def scores(self, q, w, keys, visible, batch, rows):
+    def scores(self, q, w, keys, n_visible, batch, rows):
         """Rows of one sequence -> fp32 [rows, n], -inf where invisible or no candidate."""
         size, n = self.c.candidate_block_size, len(keys)
         scores = K.index_scores(q, w, keys, self.block)
-        hidden = torch.arange(n, device=q.device) >= visible[:, None]
+        hidden = torch.arange(n, device=q.device) >= n_visible[:, None]
         scores = scores.masked_fill(hidden, -torch.inf)
         if self.plan.candidates == "source":
-            blocks = K.candidate_blocks(scores, visible, size, self.c.candidate_topk_blocks)
+            blocks = K.candidate_blocks(scores, n_visible, size, self.c.candidate_topk_blocks)
             batch.candidates[rows, : blocks.shape[1]] = blocks
         if self.plan.candidates == "reader":
             allowed = batch.candidates[rows].repeat_interleave(size, 1)[:, :n]
@@ -928,10 +895,9 @@ class Attention:
     def __init__(self, c, plan, weights, prefix):
         self.c, self.plan, self.w = c, plan, weights
         self.wq_a, self.wq_b, self.wkv, self.wo_a, self.wo_b = (
-            weights.linear(prefix + n) for n in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"))
-        self.q_norm = weights.vector(prefix + "q_norm.weight")
-        self.kv_norm = weights.vector(prefix + "kv_norm.weight")
-        self.sink = weights.vector(prefix + "attn_sink")
+            Linear(prefix + n, weights) for n in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"))
+        self.q_norm, self.kv_norm, self.sink = (
+            weights.vector(prefix + n) for n in ("q_norm.weight", "kv_norm.weight", "attn_sink"))
         self.compressor = Compressor(c, plan, weights, prefix) if plan.mode == "full" else None
         self.indexer = (Indexer(c, plan, weights, prefix) if plan.mode in ("full", "reindex")
                         else None)
@@ -950,45 +916,44 @@ class Attention:
             batch.selection[plan.index] = self.indexer(x, qr, batch, cache)
         o = torch.cat([self.attend(q[a : a + ROWS], batch, cache, slice(a, a + ROWS))
                        for a in range(0, len(q), ROWS)])
-        o = K.rope(o, cos, -sin).to(self.w.dtype).flatten(1).unflatten(1, (c.o_groups, -1))
-        blocks = self.wo_a.weight().unflatten(0, (c.o_groups, -1))      # [G, o_lora_rank, H*d/G]
-        o = [K.linear(o[:, g], blocks[g], self.w.block) for g in range(c.o_groups)]
+        o = K.rope(o, cos, -sin).to(self.w.dtype).flatten(1).chunk(c.o_groups, 1)    # K = V: undo
+        wo_a = self.wo_a.weight().chunk(c.o_groups)     # block-diagonal, [o_lora_rank, H*d/G] each
+        o = [K.linear(x, block, self.w.block) for x, block in zip(o, wo_a)]
         return self.wo_b(torch.cat(o, 1).to(self.w.dtype))
 
     def attend(self, q, batch, cache, rows):
-        """q [n, H, d] of these rows -> fp32 [n, H, d]; always W + K keys a row, masked."""
+        """q [n, H, d] of these rows -> fp32 [n, H, d]. Always W + K keys, so that bits depend on
+        the row alone."""
         plan, slot, pos = self.plan, batch.slot[rows, None], batch.pos[rows, None]
-        seen = pos + torch.arange(1 - self.c.sliding_window, 1, device=pos.device)      # [n, W]
-        kv = K.dequantize_fp8(cache.window[plan.index].read(slot, seen))                # [n, W, d]
+        at = pos + torch.arange(1 - self.c.sliding_window, 1, device=pos.device)   # [n, W]
+        kv = K.dequantize_fp8(cache.window[plan.index].read(slot, at))                # [n, W, d]
         if plan.ratio:
             group = batch.selection[plan.index_source][rows]                            # [n, K]
             latents = K.dequantize_latent(cache.latents[plan.kv_source].read(slot, group))
-            kv, seen = torch.cat([kv, latents], 1), torch.cat([seen, group], 1)
-        return K.attend(q, kv, seen >= 0, self.sink)
+            kv, at = torch.cat([kv, latents], 1), torch.cat([at, group], 1)
+        return K.attend(q, kv, at >= 0, self.sink)
 
 class MoE:
     """Routed experts and one shared expert."""
 
     def __init__(self, c, weights, prefix, n_experts, k):
         self.c, self.w, self.k = c, weights, k
-        self.gate, self.bias = weights.linear(prefix + "gate"), weights.vector(prefix + "gate.bias")
+        self.gate = Linear(prefix + "gate", weights)
+        self.bias = weights.vector(prefix + "gate.bias")
 
         def expert(p):
-            return [weights.linear(f"{prefix}{p}.{n}") for n in ("w1", "w3", "w2")]
+            return [Linear(f"{prefix}{p}.{n}", weights) for n in ("w1", "w3", "w2")]
         self.experts = [expert(f"experts.{e}") for e in range(n_experts)]
         self.shared = expert("shared_experts")
 
     def __call__(self, x):
-        """x [T, D] normed -> fp32 [T, D], added in the order of the router's slots."""
+        """x [T, D] normed -> fp32 [T, D], added in the router's order, highest score first."""
         chosen, weight = K.route(self.gate(x), self.bias, self.k, self.c.routed_scaling_factor)
         out = torch.zeros(len(x), self.k, x.shape[1], device=x.device)
         for e in chosen.unique().tolist():
-            row, slot = (chosen == e).nonzero(as_tuple=True)
-            out[row, slot] = self.expert(self.experts[e], x[row], weight[row, slot, None])
-        y = self.expert(self.shared, x, 1.0)
-        for slot in range(self.k):
-            y = y + out[:, slot]
-        return y
+            row, choice = (chosen == e).nonzero(as_tuple=True)
+            out[row, choice] = self.expert(self.experts[e], x[row], weight[row, choice, None])
+        return sum(out.unbind(1), self.expert(self.shared, x, 1.0))
 
     def expert(self, expert, x, weight):
         """w2 @ (weight * swiglu(w1 @ x, w3 @ x)): x [n, D] -> fp32 [n, D]."""
@@ -1014,16 +979,15 @@ class Engram:
     """n-gram memory: hashed rows of a mapped table, gated into every stream."""
 
     def __init__(self, c, plan, weights, prefix):
-        self.c, self.checkpoint, self.w = c, weights.checkpoint, weights
-        self.name = prefix + "embed"
-        self.checkpoint.read_at_random(self.name + ".weight")
-        self.wkv = weights.linear(prefix + "wkv")
+        self.c, self.w, self.name = c, weights, prefix + "embed"
+        weights.checkpoint.read_at_random(self.name)
+        self.wkv = Linear(prefix + "wkv", weights)
         self.q_weight, self.k_weight = (weights.vector(f"{prefix}{n}_weight") for n in "qk")
-        primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.w.device)
-        need(int(primes.sum()) == c.engram_num_embeddings[plan.engram], f"the primes of "
-             f"layer {plan.index}'s Engram table sum to {int(primes.sum())}, not to its rows")
-        self.primes, flat = primes, primes.flatten()                        # [N - 1, heads]
-        self.offsets = (flat.cumsum(0) - flat).view_as(primes)
+        self.primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.w.device)
+        last, flat = int(self.primes.sum()), self.primes.flatten()          # [N - 1, heads]
+        need(last == c.engram_num_embeddings[plan.engram], f"the primes of layer {plan.index}'s "
+             f"Engram table sum to {last}, not to its rows")
+        self.offsets = (flat.cumsum(0) - flat).view_as(self.primes)         # each head its own rows
         self.multipliers = torch.tensor(K.engram_multipliers(c, plan.index), device=self.w.device)
 
     def __call__(self, h, batch):
@@ -1037,7 +1001,7 @@ class Engram:
     def rows(self, index):
         """Table rows index [T, C] -> fp32 [T, C, width], read from the mapped file."""
         index = index.cpu()
-        weight, scale = (self.checkpoint.packed(f"{self.name}.{n}").view(torch.uint8)[index]
+        weight, scale = (self.w.checkpoint.packed(f"{self.name}.{n}").view(torch.uint8)[index]
                          for n in ("weight", "scale"))
         check_scale(self.name, scale.view(K.E8M0))
         return K.dequantize_fp8(torch.cat([weight, scale], -1)).to(self.w.device)
@@ -1070,7 +1034,7 @@ class Transformer:
             self.blocks.append(Block(c, plan, weights))
             if progress:
                 progress("loading layer", plan.index + 1, len(c.layers))
-        self.norm, self.head = weights.vector("norm.weight"), weights.linear("head")
+        self.norm, self.head = weights.vector("norm.weight"), Linear("head", weights)
         self.frequencies = {x: K.rope_frequencies(c, x).to(self.w.device) for x in (False, True)}
 
     def __call__(self, batch, cache, rows):
@@ -1083,7 +1047,6 @@ class Transformer:
             h, pre = block(h, pre, batch, cache)
         x = K.rms_norm(K.hc_collapse(h[rows], pre[rows]), self.norm, self.c.rms_norm_eps)
         return self.head(x.to(self.w.dtype))
-
 
 # ================================================================================================
 # Engine: requests in, tokens out
@@ -1121,7 +1084,7 @@ class Engine:
     def __init__(self, cfg, model, prompt, max_batch, max_pages, chunk):
         self.cfg, self.model, self.prompt, self.device = cfg, model, prompt, model.w.device
         self.cache, self.chunk = Cache(cfg, max_batch, max_pages, chunk, self.device), chunk
-        self.waiting, self.running, self.ngram = deque(), [], None
+        self.waiting, self.running, self.ngram = [], [], None
         if cfg.engram_layer_ids:
             classes = token_classes(prompt, cfg).to(self.device)
             self.ngram = classes, int(classes[cfg.engram_pad_token_id]), cfg.engram_max_ngram_size
@@ -1138,15 +1101,16 @@ class Engine:
         speculate and replay are accepted and change nothing: decoding is plain, prefill exact.
         """
         for name, x in (("max_batch", max_batch), ("chunk", chunk), ("max_pages", max_pages)):
-            need(x is None or type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number "
-                 "from 1")
+            need(x is None or type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number > 0")
         need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: a step could not "
              "decode every request")
         device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        need(device == "cpu" or torch.cuda.is_available(), f"device is {device!r}, but there is no "
-             "GPU")
+        need(device == "cpu" or torch.cuda.is_available(), f"device is {device!r}: no GPU is here")
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-        need(dtype in (torch.float32, torch.bfloat16), f"dtype is {dtype}, not float32 or bfloat16")
+        need(dtype in (torch.float32, torch.bfloat16), f"dtype is {dtype!r}, not torch.float32 or "
+             "torch.bfloat16")
+        if Path(folder).is_file():
+            raise FileNotFoundError(f"{folder} is a file: a checkpoint is a local folder")
         cfg = Config.load(folder)
         m, most = memory(cfg, dtype), max_batch * -(-cfg.max_position_embeddings // PAGE)
         if max_pages is None:
@@ -1163,23 +1127,21 @@ class Engine:
              "no list of ids")
         need(isinstance(params, SamplingParams | None), f"{params!r:.40} is no SamplingParams")
         ids = self.prompt.raw(prompt) if isinstance(prompt, str) else list(prompt)
-        V, image, most = (self.cfg.vocab_size, self.cfg.image_token_id,
-                          self.cfg.max_position_embeddings)
+        V, image = self.cfg.vocab_size, self.cfg.image_token_id
         need(ids, "the prompt is empty: give at least one id")
         for i in ids:
             need(type(i) is int and 0 <= i < V, f"token id {i!r} is not one of 0..{V - 1}")
             need(i != image or params is None, f"token id {i} is an image: this engine reads text")
-        n_new = params.max_tokens if params else 0
-        size = f"{len(ids)} prompt and {n_new} new tokens"
-        n_pages = -(-(len(ids) + n_new) // PAGE)
-        need(len(ids) + n_new <= most, f"{size} exceed the context of {most}")
-        need(n_pages <= self.cache.n_pages, f"{size} need {n_pages} pages of {PAGE} tokens, the "
-             f"pool has {self.cache.n_pages}")
-        return Sequence(ids, params, len(ids) + n_new, self.prompt.decoder())
+        n_new, most = params.max_tokens if params else 0, self.cfg.max_position_embeddings
+        limit, size = len(ids) + n_new, f"{len(ids)} prompt and {n_new} new tokens"
+        need(limit <= most, f"{size} exceed the context of {most}")
+        need(limit <= self.cache.n_pages * PAGE, f"{size} need {-(-limit // PAGE)} pages of {PAGE} "
+             f"tokens, the pool has {self.cache.n_pages}")
+        return Sequence(ids, params, limit, self.prompt.decoder())
 
     def submit(self, prompt, params=SamplingParams()):
         """Queue one prompt (a string or ids); -> its Sequence, which `step` moves on."""
-        seq = self._sequence(prompt, params)
+        seq = self._sequence(prompt, params or SamplingParams())
         self.waiting.append(seq)
         return seq
 
@@ -1194,7 +1156,7 @@ class Engine:
     def step(self):
         """One forward for every running request; -> the sequences that it moved on."""
         while self.waiting and self.cache.admit(self.waiting[0]):
-            self.running.append(self.waiting.popleft())
+            self.running.append(self.waiting.pop(0))
         work, budget = [], self.chunk
         for seq in sorted(self.running, key=lambda s: len(s.ids) - s.n_cached > 1):  # decode first
             n = min(len(seq.ids) - seq.n_cached, budget)
@@ -1246,9 +1208,8 @@ class Engine:
         """
         seq = self._sequence(ids)
         chunks = [len(seq.ids)] if chunks is None else list(chunks)
-        good = all(type(n) is int and n > 0 for n in chunks)
-        need(good and sum(chunks) == len(seq.ids), f"chunks {chunks} do not cut "
-             f"{len(seq.ids)} tokens")
+        good = all(type(n) is int and n > 0 for n in chunks) and sum(chunks) == seq.n_prompt
+        need(good, f"chunks {chunks} do not cut {seq.n_prompt} tokens")
         sizes = [min(self.chunk, n - i) for n in chunks for i in range(0, n, self.chunk)]
         need(self.cache.admit(seq), f"{-(-seq.limit // PAGE)} pages and a slot are needed, "
              f"{len(self.cache.free_pages)} and {len(self.cache.free_slots)} are free")
@@ -1274,15 +1235,14 @@ class Engine:
 
     def stream(self, prompt, params=SamplingParams()):
         """-> iterator of the text of one prompt, as it is made; closing it cancels the request."""
-        return self._pieces(self._sequence(prompt, params))
+        return self._pieces(self._sequence(prompt, params or SamplingParams()))
 
     def _pieces(self, seq):
         self.waiting.append(seq)
-        shown, more = 0, True
-        try:
-            while more:
-                more = self._unfinished([seq])           # another caller's step may end it
-                if more and len(seq.text) == shown:
+        shown = 0
+        try:                                             # another caller's step may move it, end it
+            while self._unfinished([seq]) or len(seq.text) > shown:
+                if len(seq.text) == shown:
                     self.step()
                 new, shown = seq.text[shown:], len(seq.text)
                 if new:
@@ -1295,7 +1255,6 @@ class Engine:
         if any(s.finish_reason == "error" for s in seqs):
             raise RuntimeError("a step that another call made has failed and ended this request")
         return not all(s.finish_reason for s in seqs)
-
 
 # ================================================================================================
 # Main: the command line
@@ -1310,28 +1269,31 @@ def arguments(argv):
     """argv -> the parsed options."""
     p = argparse.ArgumentParser("nanoflash", description="DeepSeek-V4.1-Flash in two files.")
     p.add_argument("--prompt", help="text to continue (with --chat: what the user says)")
-    p.add_argument("--model", default=DEFAULT_MODEL, help="folder of a checkpoint (docs/golden)")
-    p.add_argument("--max-tokens", type=int, default=128)
-    p.add_argument("--temperature", type=float, help="0 is greedy; default: generation_config.json")
-    p.add_argument("--top-p", type=float)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--model", default=DEFAULT_MODEL, help="a checkpoint's folder (docs/golden)")
+    p.add_argument("--max-tokens", type=int, default=128, help="most new tokens (128)")
+    p.add_argument("--temperature", type=float, help="0 is greedy (generation_config.json, or 0)")
+    p.add_argument("--top-p", type=float, help="mass kept (generation_config.json, or 1)")
+    p.add_argument("--seed", type=int, default=0, help="the same seed, the same text (0)")
     p.add_argument("--chat", action="store_true", help="wrap the prompt in the chat encoding")
     p.add_argument("--think", action="store_true", help="with --chat: reason first")
-    p.add_argument("--effort", type=int, default=75, help="with --think: 1 to 100")
+    p.add_argument("--effort", type=int, help="with --think: 1 to 100 (75)")
     p.add_argument("--no-speculate", action="store_true", help="accepted; decoding is plain so far")
     p.add_argument("--no-replay", action="store_true", help="accepted; prefill is exact so far")
-    p.add_argument("--deterministic", action="store_true", help="bits depend on no other row")
-    p.add_argument("--lazy", action="store_true", help="dequantize weights as they are used")
-    p.add_argument("--dtype", choices=("fp32", "bf16"), help="default: bf16 on a GPU, else fp32")
-    p.add_argument("--device", choices=("cpu", "cuda"))
+    p.add_argument("--deterministic", action="store_true",
+                   help="the same bits whatever the chunks and the batch; slower")
+    p.add_argument("--lazy", action="store_true",
+                   help="dequantize weights as they are used (by itself where they do not fit)")
+    p.add_argument("--dtype", choices=("fp32", "bf16"), help="(bf16 on a GPU, else fp32)")
+    p.add_argument("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
     p.add_argument("--plan", action="store_true", help="print sizes, without opening any weight")
-    p.add_argument("--ranks", type=int, default=1, help="with --plan: number of ranks")
+    p.add_argument("--ranks", type=int, help="with --plan: number of ranks (1)")
     p.add_argument("--stats", action="store_true", help="print counts and speed on stderr")
     args = p.parse_args(argv)
     if args.prompt is None and not args.plan:
         p.error("--prompt (or --plan) is needed")
-    if args.think and not args.chat or args.ranks != 1 and not args.plan:
-        p.error("--think goes with --chat, --ranks with --plan")
+    for flag, wants in (("think", "chat"), ("effort", "chat"), ("ranks", "plan")):
+        if getattr(args, flag) not in (None, False) and not getattr(args, wants):
+            p.error(f"--{flag} goes with --{wants}")
     return args
 
 def run(args):
@@ -1339,26 +1301,28 @@ def run(args):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype]
     ranks = os.environ.get("WORLD_SIZE") or "1"                      # set by torchrun
     if args.plan:
-        print(plan(Config.load(args.model), dtype or torch.float32, args.ranks))
+        ranks = 1 if args.ranks is None else args.ranks
+        print(plan(Config.load(args.model), dtype or torch.float32, ranks))
         return
     need(ranks == "1", f"this version runs on one rank, not on {ranks}")
     path = Path(args.model) / "generation_config.json"
     defaults = _json(path) if path.is_file() else {}
     need(isinstance(defaults, dict), f"{path} holds no object")
-    given = {"temperature": args.temperature, "top_p": args.top_p}
-    given = {"temperature": 0, "top_p": 1, **defaults} | {k: v for k, v in given.items()
-                                                          if v is not None}
-    params = SamplingParams(args.max_tokens, given["temperature"], given["top_p"], args.seed)
-    if memory(Config.load(args.model))["weights"] < 2**28:
-        torch.set_num_threads(1)                 # on small tensors a second thread only costs
+    t = defaults.get("temperature", 0) if args.temperature is None else args.temperature
+    top_p = defaults.get("top_p", 1) if args.top_p is None else args.top_p
+    params = SamplingParams(args.max_tokens, t, top_p, args.seed)
     engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
                          max_batch=1, progress=progress)
-    prompt = engine.prompt.chat([{"role": "user", "content": args.prompt}], args.think,
-                                args.effort) if args.chat else args.prompt
+    if memory(engine.cfg)["weights"] < 2**28:
+        torch.set_num_threads(1)                 # on small tensors a second thread only costs
+    prompt, effort = args.prompt, 75 if args.effort is None else args.effort
+    if args.chat:
+        prompt = engine.prompt.chat([{"role": "user", "content": prompt}], args.think, effort)
     seq, shown = engine.submit(prompt, params), 0
     while not seq.finish_reason:
+        before = seq.n_cached
         engine.step()
-        if not seq.new and seq.n_cached < seq.n_prompt:
+        if before < seq.n_prompt > engine.chunk:
             progress("prefill", seq.n_cached, seq.n_prompt)
         print(seq.text[shown:], end="", flush=True)
         shown = len(seq.text)

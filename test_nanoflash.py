@@ -43,7 +43,6 @@ SEQUENCES = ("rand1", "rand2", "rand5", "rand37", "text37", "rand200", "text200"
 IDS = {s: G[f"{s}.ids"].tolist() for s in SEQUENCES}
 RELEASED = json.loads((GOLDEN / "config_released.json").read_text())
 
-
 # ------------------------------------------------------------------------------------------------
 # The slow reference: one differentiable fp32 forward with plain masks
 # ------------------------------------------------------------------------------------------------
@@ -290,7 +289,6 @@ class Reference:
         gate, up = (x @ w1.T).clamp(max=limit), (x @ w3.T).clamp(-limit, limit)
         return (F.silu(gate) * up * weight) @ w2.T
 
-
 # ------------------------------------------------------------------------------------------------
 # Helpers
 # ------------------------------------------------------------------------------------------------
@@ -439,7 +437,6 @@ def same_bits(a, b):
     """fp32 tensors equal bit for bit, the sign of zero included."""
     return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
-
 # ------------------------------------------------------------------------------------------------
 # The house: sizes, order, README
 # ------------------------------------------------------------------------------------------------
@@ -486,7 +483,6 @@ def test_readme(line, shown):
     timeless = [re.sub(r"(_s) [\d.]+", r"\1 *", x) for x in (run.stdout + run.stderr, shown)]
     for want in filter(str.strip, timeless[1].split("...\n")):
         assert want.strip() in timeless[0]
-
 
 # ------------------------------------------------------------------------------------------------
 # Number formats
@@ -541,7 +537,6 @@ def test_weights_are_dequantized_exactly(dtype):
     scale = e8m0([[0], [1], [119], [120], [127], [254]])
     got = K.dequantize_weight(torch.ones(192, 32).to(K.E4M3), scale, dtype)[::32, 0]
     assert got.tolist() == [2.0**-127, 2.0**-126, 2.0**-8, 2.0**-7, 1.0, 2.0**127]
-
 
 # ------------------------------------------------------------------------------------------------
 # Config and --plan
@@ -634,14 +629,13 @@ def test_plan_of_the_released_model(tmp_path):
         "tables": [s for s in specs.values() if s.family == "engram_tables"]}.items()}
     assert len(specs) == 96085 and len(text) == 95819 and nf.memory(c)["token"] == 890
     assert total == {"all": 475.2, "text": 474.3, "fp4": 253.1, "tables": 188.8}
-    with pytest.raises(ValueError, match="384 experts cannot be divided over 5 ranks"):
+    with pytest.raises(ValueError, match="--ranks 5 does not divide the experts .* 384 and 128"):
         nf.plan(c, ranks=5)
     (tmp_path / "config.json").write_text(json.dumps(RELEASED))
     run = python("-c", "import time, nanoflash as nf; t = time.process_time(); print(nf.plan("
                  f"nf.Config.load({str(tmp_path)!r}), ranks=16), time.process_time() - t)")
     assert "96,085 tensors, 475.2 GiB" in run.stdout and float(run.stdout.split()[-1]) < 1
     assert "890 bytes of global cache a token" in run.stdout
-
 
 # ------------------------------------------------------------------------------------------------
 # Checkpoint
@@ -786,7 +780,6 @@ def test_lazy_gives_the_same_bits_in_the_memory_of_the_plan(tmp_path, engine):
     assert abs(int(eager) - m["held"] - m["weights"]) < 0.05 * m["weights"] > 9 * mib
     assert int(eager) - int(lazy) > 0.95 * (m["weights"] - m["largest"])
 
-
 # ------------------------------------------------------------------------------------------------
 # Prompt
 # ------------------------------------------------------------------------------------------------
@@ -833,7 +826,8 @@ def test_bad_chat_is_refused(engine):
             ([], {}, "at least one message"), ([{"role": "tool", "content": "x"}], {}, "message 0"),
             ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "message 0"),
             (user, {"effort": 0}, "effort is 0"), (user, {"effort": "extreme"}, "effort is 'ext"),
-            (user, {"effort": True}, "effort is True"),
+            (user, {"effort": True}, "effort is True"), (user, {"effort": [1]}, "effort is "),
+            ("Hi", {}, "at least one message"), (["Hi"], {}, "message 0"),
             (user, {}, "no chat marks: .*<｜Assistant｜>.*<｜User｜>")):
         with pytest.raises(ValueError, match=reason):
             engine.prompt.chat(messages, **options)
@@ -852,7 +846,6 @@ def test_streaming_never_prints_half_a_character(engine):
     params = nf.SamplingParams(40, temperature=1.0, seed=5)
     streamed = list(engine.stream("In the", params))
     assert "".join(streamed) == engine.generate(["In the"], params)[0].text and len(streamed) > 3
-
 
 # ------------------------------------------------------------------------------------------------
 # The golden fixture: the slow reference, then the engine
@@ -967,7 +960,6 @@ def test_inside_of_the_engine_is_golden(name, engine, monkeypatch):
         assert torch.allclose(got.double(), want.double(), rtol=0, atol=0 if exact else 1e-5), part
         checked += 1
     assert checked >= (60 if name == "rand37" else 3)
-
 
 # ------------------------------------------------------------------------------------------------
 # Formulas by hand
@@ -1123,7 +1115,6 @@ def test_hyper_connections():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert (K.rms_norm(torch.zeros(1, 8, dtype=dtype), torch.ones(8), 1e-20) == 0).all()
 
-
 # ------------------------------------------------------------------------------------------------
 # All splits: one forward, state by position
 # ------------------------------------------------------------------------------------------------
@@ -1229,7 +1220,6 @@ def test_other_shapes(shape, tmp_path, monkeypatch):
     with torch.no_grad():
         want = Reference.load(tmp_path, quant=False).forward(torch.tensor(tokens))
     assert (exact_caches(engine, monkeypatch).logits(tokens) - want).abs().max() < 1e-4
-
 
 # ------------------------------------------------------------------------------------------------
 # Batches, pages, requests
@@ -1399,7 +1389,8 @@ def test_eos_stops(engine, monkeypatch):
 
 @pytest.mark.parametrize("prompt, reason", [
     ([], "prompt is empty"), ([-1], "token id -1 "), ([512], "token id 512 "), ([5, 4], "an image"),
-    ([1.5], "token id 1.5 "), (["a"], "token id 'a' "), ("\udcff", "not valid Unicode")])
+    ([1.5], "token id 1.5 "), (b"ab", "no list of ids"), (["a"], "token id 'a' "),
+    ("\udcff", "not valid Unicode")])
 def test_bad_prompts_are_refused(prompt, reason, engine):
     """A negative id indexes from the end, an image is read as text (F14, F33, F35)."""
     with pytest.raises(ValueError, match=reason):
@@ -1455,7 +1446,6 @@ def test_memory_is_bounded_by_the_chunk(plain):
         size[n] = largest.size
     assert size[1800] <= max(size[600], nf.ROWS * 16 * K.KEY_BLOCK)
 
-
 # ------------------------------------------------------------------------------------------------
 # Sampling
 # ------------------------------------------------------------------------------------------------
@@ -1490,7 +1480,6 @@ def test_sampling_edges(engine):
     params = [nf.SamplingParams(12, temperature=1.0, seed=s, ignore_eos=True) for s in (1, 2, 1)]
     one, two, three = (o.ids for o in engine.generate([IDS["rand5"]] * 3, params))
     assert one == three != two
-
 
 # ------------------------------------------------------------------------------------------------
 # Mutants: one wrong line each, and the experiment that must see it
@@ -1584,7 +1573,6 @@ def test_state_mutant_is_caught(mutant):
             same = same and torch.equal(mixed, whole[at : at + mine])
     assert same == (mutant[0] == "nothing")
 
-
 # ------------------------------------------------------------------------------------------------
 # The command line
 # ------------------------------------------------------------------------------------------------
@@ -1608,8 +1596,9 @@ def test_command_line(engine, tmp_path):
     ("--prompt Hi --chat", "no chat marks"), ("--prompt Hi --model no/folder", "no config.json at"),
     ("--prompt Hi --temperature -1", "temperature is -1.0"),
     ("--prompt Hi --max-tokens 5000", "exceed the context of 4096"),
-    ("--plan --ranks 5", "12 experts cannot be divided over 5 ranks"),
-    ("--prompt Hi --think", "--think goes with --chat"),
+    ("--plan --ranks 5", "--ranks 5 does not divide"),
+    ("--prompt Hi --think", "--think goes with --chat"), ("--plan --ranks 0", "--ranks 0 does not"),
+    ("--prompt Hi --model README.md", "README.md is a file: a checkpoint is a local folder"),
     ("--max-tokens 5", "--prompt (or --plan) is needed")])
 def test_mistakes_end_in_one_line(line, reason):
     """A traceback, or exit status 0, for something that a user got wrong."""
