@@ -413,7 +413,7 @@ class Checkpoint:
                                     offset=begin).view(shape)
 
     def dequantized(self, name, dtype, device="cpu"):
-        """`name` or `name`.weight -> its values in dtype, exact; its mapped pages are let go."""
+        """`name` or `name`.weight -> its exact values in dtype; the pages of its file are let go."""
         names = [n for n in (name, name + ".weight", name + ".scale") if n in self.at]
         weight, scale = [self.packed(n).to(device) for n in names] + [None] * (2 - len(names))
         check_scale(name, scale)
@@ -439,7 +439,7 @@ def _some(names):
     return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
 
 def _loaded(name):
-    """Does the model hold this tensor? Not images and drafts, nor what stays mapped."""
+    """Is it in the sums of `memory`? Not images and drafts, nor what stays mapped on a CPU."""
     return not (name.startswith(("vision.", "aligner.", "image_", "mtp.", "embed."))
                 or ".engram.embed." in name or name.endswith((".scale", "bias_vl")))
 
@@ -1100,8 +1100,9 @@ class Engine:
         tokens, default as many as the batch can use, within 2 GiB. chunk: most rows of one step.
         speculate and replay are accepted and change nothing: decoding is plain, prefill exact.
         """
-        for name, x in (("max_batch", max_batch), ("chunk", chunk), ("max_pages", max_pages)):
-            need(x is None or type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number > 0")
+        for name, x in (("max_batch", max_batch), ("chunk", chunk),
+                        ("max_pages", 1 if max_pages is None else max_pages)):
+            need(type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number from 1")
         need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: a step could not "
              "decode every request")
         device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
