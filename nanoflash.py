@@ -413,7 +413,7 @@ class Checkpoint:
                                     offset=begin).view(shape)
 
     def dequantized(self, name, dtype, device="cpu"):
-        """`name` or `name`.weight -> its exact values in dtype; the pages of its file are let go."""
+        """`name` or `name`.weight -> its exact values in dtype; its file's pages are let go."""
         names = [n for n in (name, name + ".weight", name + ".scale") if n in self.at]
         weight, scale = [self.packed(n).to(device) for n in names] + [None] * (2 - len(names))
         check_scale(name, scale)
