@@ -1163,6 +1163,8 @@ class Engine:
             n = min(len(seq.ids) - seq.n_cached, budget)
             work += [(seq, n)] * (n > 0)
             budget -= n
+        if not work and self.waiting:                    # a leak must not become a hang
+            raise RuntimeError("no page is free for the next request, and nothing runs")
         if not work:
             return []
         last = itertools.accumulate(n for _, n in work)
