@@ -1275,7 +1275,7 @@ def arguments(argv):
     p.add_argument("--model", default=DEFAULT_MODEL, help="a checkpoint's folder (docs/golden)")
     p.add_argument("--max-tokens", type=int, default=128, help="most new tokens (128)")
     p.add_argument("--temperature", type=float, help="0 is greedy (generation_config.json, or 0)")
-    p.add_argument("--top-p", type=float, help="mass kept (generation_config.json, or 1)")
+    p.add_argument("--top-p", type=float, help="mass of tokens kept (generation_config.json, or 1)")
     p.add_argument("--seed", type=int, default=0, help="the same seed, the same text (0)")
     p.add_argument("--chat", action="store_true", help="wrap the prompt in the chat encoding")
     p.add_argument("--think", action="store_true", help="with --chat: reason first")

@@ -18,7 +18,6 @@ import random
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 import types
