@@ -464,6 +464,12 @@ def test_top_level():
     assert there - {"__pycache__", "build"} == {"pyproject.toml", "README.md", "LICENSE", "docs",
                                                 "nanoflash.py", "kernels.py", "test_nanoflash.py"}
 
+def test_readme_snippet():
+    """The README's Python does not run."""
+    code, = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+    run = python("-c", code, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0 and len(run.stdout) > 100, run.stderr
+
 def readme_commands():
     """(command, output shown below it) of every console block in README.md."""
     for block in re.findall(r"```console\n(.*?)```", (HERE / "README.md").read_text(), re.S):
