@@ -419,6 +419,7 @@ class Checkpoint:
         check_scale(name, scale)
         out = K.dequantize_weight(weight, scale, dtype)
         out = out.clone() if out.data_ptr() == weight.data_ptr() else out   # no view of the map
+        need(out.sum(dtype=torch.float32).isfinite(), f"{name} holds NaN or infinity")
         for n in names:
             self.at[n][0].madvise(mmap.MADV_DONTNEED)
         return out
@@ -1095,9 +1096,10 @@ class Engine:
         """An Engine for the checkpoint in `folder` (a local path, the published layout).
 
         dtype: of activations, default bf16 on a GPU, fp32 on a CPU. deterministic: a row's bits do
-        not depend on the other rows. lazy: dequantize weights as they are used; default where they
-        do not fit into memory. max_batch: requests that run at once. max_pages: global pages of 128
-        tokens, default as many as the batch can use, within 2 GiB. chunk: most rows of one step.
+        not depend on the other rows (at one number of threads). lazy: dequantize and check weights
+        as they are used; default where they do not fit into memory. max_batch: requests that run
+        at once. max_pages: global pages of 128 tokens, default as many as the batch can use, within
+        2 GiB. chunk: most rows of one step.
         speculate and replay are accepted and change nothing: decoding is plain, prefill exact.
         """
         for name, x in (("max_batch", max_batch), ("chunk", chunk),
@@ -1193,6 +1195,7 @@ class Engine:
     def _emit(self, seq, logits):
         """Sample the next token of seq from logits [V]; append it, or end seq."""
         p = seq.params
+        need(logits.isfinite().all(), "the logits are not finite: the checkpoint is damaged")
         token = K.sample(logits, p.temperature, p.top_p, p.seed, len(seq.ids))
         seq.times.append(time.perf_counter())
         stop = token == self.cfg.eos_token_id and not p.ignore_eos

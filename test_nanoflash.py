@@ -662,6 +662,10 @@ BAD_TENSORS = [
     (lambda t: t.update({"norm.weight": torch.ones(128)}), "norm.weight: F32 [128] in the file"),
     (nan_scale("layers.4.attn.wkv.scale"), "layers.4.attn.wkv: its scale holds byte 0xFF"),
     (nan_scale("layers.7.ffn.experts.11.w2.scale"), "layers.7.ffn.experts.11.w2: its scale"),
+    (lambda t: t["layers.0.ffn.gate.bias"].fill_(math.nan), "layers.0.ffn.gate.bias holds NaN"),
+    (lambda t: t["layers.1.attn.attn_sink"].fill_(math.inf), "layers.1.attn.attn_sink holds NaN"),
+    (lambda t: t["layers.0.attn.wkv.weight"].view(torch.uint8)[3].fill_(0x7F),
+     "layers.0.attn.wkv holds NaN or infinity"),
 ]
 
 @pytest.mark.parametrize("change, reason", BAD_TENSORS, ids=[r for _, r in BAD_TENSORS])
@@ -670,12 +674,14 @@ def test_bad_tensor_is_refused_by_name(change, reason, tmp_path):
     with pytest.raises(ValueError, match=re.escape(reason)):
         nf.Engine.load(golden_copy(tmp_path, change=change))
 
-@pytest.mark.parametrize("name, lazy", [("layers.1.engram.embed", False),
-                                        ("layers.4.attn.wkv", True)])
-def test_nan_found_on_the_way_is_refused_and_leaves_nothing(name, lazy, tmp_path):
-    """A damaged table row, or a scale that --lazy reads late, spreads NaN or keeps its pages."""
-    engine = nf.Engine.load(golden_copy(tmp_path, change=nan_scale(f"{name}.scale")), lazy=lazy)
-    with pytest.raises(ValueError, match=f"{name}: its scale holds byte 0xFF"):
+@pytest.mark.parametrize("name, lazy, reason", [
+    ("layers.1.engram.embed.scale", False, "layers.1.engram.embed: its scale holds byte 0xFF"),
+    ("layers.4.attn.wkv.scale", True, "layers.4.attn.wkv: its scale holds byte 0xFF"),
+    ("layers.1.engram.embed.weight", False, "the logits are not finite")])
+def test_nan_found_on_the_way_is_refused_and_leaves_nothing(name, lazy, reason, tmp_path):
+    """A damaged table row, or a scale that --lazy reads late, gives token 0 or keeps its pages."""
+    engine = nf.Engine.load(golden_copy(tmp_path, change=nan_scale(name)), lazy=lazy)
+    with pytest.raises(ValueError, match=reason):
         engine.generate([[5, 6]])
     assert_all_free(engine)
 
