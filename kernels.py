@@ -1,7 +1,7 @@
-"""kernels.py: every operation of DeepSeek-V4.1-Flash, packed bytes in, packed bytes out.
+"""kernels.py: every operation of DeepSeek-V4.1-Flash, each in a few lines of PyTorch.
 
-Each operation stands here once, as the few lines of PyTorch that say what it means; nanoflash.py
-holds the parameters and the state and calls these. They run on any device, in fp32 inside.
+Each stands here once and says what it means; nanoflash.py holds the parameters and the state and
+calls these. They take any device and compute in fp32; caches come and go as packed bytes.
 
 Sections, in reading order:
     Number formats    FP8 and FP4 quantizers, packed rows, dequantized weights
@@ -14,9 +14,10 @@ Sections, in reading order:
 
 Dimension letters (the same in nanoflash.py): T tokens (rows of a ragged batch), D hidden size,
 H heads, d head dim, r rotated channels, S residual streams, W window, K selected groups, E experts,
-k experts a token, n groups of a sequence, N n-gram length, V vocabulary. `block` is the number of
-rows that a matrix product always sees in deterministic mode: a row's bits then do not depend on
-how many rows came with it. None multiplies all rows at once.
+k experts a token, Hi index heads, di index head dim, n groups of a sequence, L rows that a query
+attends to, N n-gram length, V vocabulary, F expert width. `block` is the number of rows that a
+matrix product always sees in deterministic mode: a row's bits then do not depend on how many rows
+came with it. None multiplies all rows at once.
 """
 import math
 
