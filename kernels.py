@@ -416,15 +416,15 @@ def engram_write(h, key, value, q_weight, k_weight, eps):
 # ------------------------------------------------------------------------------------------------
 # Sampling
 # ------------------------------------------------------------------------------------------------
-def philox(seed, c0, c1):
+def philox(seed, c0, c1, c2=0):
     """Philox4x32-10: counters c0, c1 int64 tensors (32 bits each), key = seed -> 32 random bits.
 
-    The first word of the block (c0, c1, 0, 0), as int64 in 0..2^32-1 (Salmon et al. 2011).
+    The first word of the block (c0, c1, c2, 0), as int64 in 0..2^32-1 (Salmon et al. 2011).
     """
     low = 0xFFFFFFFF
     k0, k1 = seed & low, seed >> 32 & low
     c0, c1 = torch.broadcast_tensors(c0, c1)
-    c2 = c3 = torch.zeros_like(c0)
+    c2, c3 = torch.full_like(c0, c2), torch.zeros_like(c0)
     for _ in range(10):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57        # int64 wraps; both words stay right
         c0, c1 = (p1 >> 32 & low) ^ c1 ^ k0, p1 & low
@@ -432,23 +432,47 @@ def philox(seed, c0, c1):
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
     return c0
 
-def gumbel(seed, pos, n, device=None):
-    """Gumbel noise float64 [n] of one position of one request; depends on nothing else."""
-    token = torch.arange(n, device=device)
-    u = (philox(seed, token, torch.tensor(pos, device=device)).double() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(u))
+def uniform(seed, pos, n, device=None, stream=0):
+    """Random numbers in (0, 1), float64 [n], of one position of one request and one purpose.
 
-def sample(logits, temperature, top_p, seed, pos):
-    """One token id (int) for position `pos` from logits fp32 [V].
-
-    temperature 0: the argmax, ties to the lower id. Otherwise argmax(logits / T + Gumbel noise)
-    over the smallest set of most likely tokens whose mass reaches top_p: exactly a draw from it.
+    stream: 0 the target's draws, 1 the draft's own draws, 2 whether a draft is accepted.
     """
-    if temperature == 0:
-        return int(logits.argmax())
+    token, pos = torch.arange(n, device=device), torch.tensor(pos, device=device)
+    return (philox(seed, token, pos, stream).double() + 0.5) * 2.0**-32
+
+def gumbel(seed, pos, n, device=None, stream=0):
+    """Gumbel noise float64 [n] from `uniform`: the argmax of log p + noise is a draw from p."""
+    return -torch.log(-torch.log(uniform(seed, pos, n, device, stream)))
+
+def scaled_logits(logits, temperature, top_p=1.0):
+    """logits fp32 [V] -> float64 logits / T, -inf outside the smallest set of most likely tokens
+    whose mass reaches top_p (the token that crosses it stays)."""
     scaled = logits.double() / temperature
     if top_p < 1:
         p, order = torch.softmax(scaled, -1).sort(descending=True, stable=True)
-        drop = order[p.cumsum(-1) - p >= top_p]          # the token that crosses top_p stays
-        scaled[drop] = -torch.inf
-    return int((scaled + gumbel(seed, pos, len(logits), logits.device)).argmax())
+        scaled[order[p.cumsum(-1) - p >= top_p]] = -torch.inf
+    return scaled
+
+def sample(logits, temperature, top_p, seed, pos, stream=0):
+    """One token id (int) for position `pos` from logits fp32 [V].
+
+    temperature 0: the argmax, ties to the lower id. Otherwise an exact draw, by Gumbel noise that
+    depends on seed, position and stream alone: who draws at a position again, draws the same.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = scaled_logits(logits, temperature, top_p)
+    return int((scaled + gumbel(seed, pos, len(logits), logits.device, stream)).argmax())
+
+def accept(logits, proposal, draft, temperature, top_p, seed, pos):
+    """The textbook rule: the draft if u * q(draft) < p(draft), else a draw from max(p - q, 0).
+
+    logits, proposal fp32 [V]: the target's, and those the draft was drawn from, at temperature > 0
+    without top-p. Exactly a draw from p whatever q is (Leviathan et al. 2023).
+    """
+    p = scaled_logits(logits, temperature, top_p).softmax(-1)
+    q = scaled_logits(proposal, temperature).softmax(-1)
+    if uniform(seed, pos, 1, p.device, 2) * q[draft] < p[draft]:
+        return draft
+    rest = (p - q).clamp(min=0).log() + gumbel(seed, pos, len(p), p.device)
+    return int(rest.argmax())

@@ -1,6 +1,6 @@
 """nanoflash: DeepSeek-V4.1-Flash and its published checkpoint in two files, read in an evening.
 
-    python nanoflash.py --prompt "In the beginning"          # docs/golden, on any CPU
+    python nanoflash.py --prompt "In the beginning"          # docs/tiny, on any CPU
     python nanoflash.py --model DIR --prompt TEXT --chat     # a downloaded checkpoint, unchanged
     python nanoflash.py --model DIR --plan                   # what it needs, no weight is opened
 
@@ -11,7 +11,8 @@ What is unusual about this model, and the section that shows it:
     Cache        890 bytes of packed FP4 a token for all layers, FP8 window rows in pages
     Model        mHC (4 residual streams), CSA2 (a few layers make keys and selections for all),
                  CED (the decoder's one KV is projected once, at its first layer), Engram, MoE
-    Engine       requests join and leave between steps; one forward for prefill and decode
+    Draft        DSpark: three stages guess five tokens at once, the model judges them in one step
+    Engine       requests join and leave between steps; one forward for prefill, decode, judging
     Main         the command line
 
 Four ideas keep it small and right. One forward: a batch is ragged (ids, pos, slot [T]), whatever
@@ -37,7 +38,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 
 import kernels as K
 
-DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "golden"
+DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "tiny"
 
 # ================================================================================================
 # Config: config.json, checked, and one LayerPlan per layer
@@ -81,7 +82,8 @@ class LayerPlan:
     index: int
     ratio: int                        # 0 window only, 2 encoder, 1 decoder
     mode: str                         # "window": no compressed KV; "full": makes latents, keys and
-                                      # a selection; "reindex": a selection only; "reuse": nothing
+                                      # a selection; "reindex": a selection only; "reuse": nothing;
+                                      # "draft": a draft stage, numbered on from the layers
     kv_source: int | None             # the layer whose latents and index keys this one reads
     index_source: int | None          # the layer whose selection this one attends to
     candidates: str | None            # "source" publishes blocks, "reader" scores inside them only
@@ -113,6 +115,7 @@ class Config:
     dspark_n_routed_experts: int = 0; dspark_num_experts_per_tok: int = 0
     vision_config: dict = field(default_factory=dict)            # sizes only: images are never read
     layers: tuple = field(init=False, default=())
+    stages: tuple = field(init=False, default=())
 
     @classmethod
     def load(cls, path):
@@ -161,6 +164,9 @@ class Config:
                      "must be positive")
         self._check_sizes()
         object.__setattr__(self, "layers", _schedule(self))
+        object.__setattr__(self, "stages", tuple(
+            LayerPlan(len(self.layers) + s, 0, "draft", None, None, None, None)
+            for s in range(self.num_nextn_predict_layers)))
 
     def _check_sizes(self):
         for name, unit in (("head_dim", 32), ("index_head_dim", 32), ("hidden_size", 32),
@@ -440,9 +446,10 @@ def _some(names):
     return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
 
 def _loaded(name):
-    """Is it in the sums of `memory`? Not images and drafts, nor what stays mapped on a CPU."""
-    return not (name.startswith(("vision.", "aligner.", "image_", "mtp.", "embed."))
-                or ".engram.embed." in name or name.endswith((".scale", "bias_vl")))
+    """Is it in the sums of `memory`? Not images, nor what stays mapped on a CPU."""
+    return not (name.startswith(("vision.", "aligner.", "image_", "embed."))
+                or name.endswith(("markov_head.embed.weight", ".scale", "bias_vl"))
+                or ".engram.embed." in name)
 
 def memory(c, dtype=torch.float32, specs=None):
     """Config -> bytes by use, for activations (and dequantized weights) of dtype.
@@ -464,7 +471,8 @@ def memory(c, dtype=torch.float32, specs=None):
     ratios = [c.layers[i].ratio for i in c.kv_source_layer_ids]
     out["page"] = sum((d // 2 + d // 16 + di // 2 + di // 32) * PAGE // r for r in ratios)
     out["token"] = out["page"] / PAGE
-    out["sequence"] = ((-(-c.sliding_window // PAGE) + 1) * PAGE * len(c.layers) * (d + d // 32)
+    out["sequence"] = ((-(-c.sliding_window // PAGE) + 1) * PAGE
+                       * (len(c.layers) + len(c.stages)) * (d + d // 32)
                        + ratios.count(2) * RING * 2 * d * 4)
     return out
 
@@ -633,6 +641,9 @@ class Sequence:
         self.slot = None                 # row of the page tables and rings while it runs
         self.pages = []                  # global pages, in order of position; written by Cache
         self.window = {}                 # position // PAGE -> window page; written by Cache
+        self.drafts = []                 # proposed ids behind `ids`, until the step has judged them
+        self.proposals = None            # the draft's logits [n, V] of them, for verify="rejection"
+        self.runs = []                   # (proposed, accepted) of every step that made a token
         self.decoder = decoder           # ids -> text (Prompt.decoder)
         self.text = ""                   # what may be shown so far
         self.finish_reason = None        # "stop", "length", "cancelled" or "error"
@@ -643,14 +654,26 @@ class Sequence:
         """Generated ids."""
         return self.ids[self.n_prompt :]
 
+    @property
+    def decoding(self):
+        """Is its last id alone what the model has not seen?"""
+        return len(self.ids) - self.n_cached == 1 and self.n_cached >= self.n_prompt
+
     def stats(self):
         """Counts and speed of a finished request, for --stats."""
         start, *tokens = self.times
         first, last = (tokens[0], tokens[-1]) if tokens else (start, start)
         rate = (len(tokens) - 1) / (last - first) if last > first else 0.0
-        return {"prompt": self.n_prompt, "cached": 0, "new": len(self.new),
-                "first_token_s": round(first - start, 3), "tokens_per_s": round(rate, 1),
-                "pages": -(-self.n_cached // PAGE)}
+        out = {"prompt": self.n_prompt, "cached": 0, "new": len(self.new),
+               "first_token_s": round(first - start, 3), "tokens_per_s": round(rate, 1),
+               "pages": -(-self.n_cached // PAGE)}
+        if any(n for n, _ in self.runs):                 # the first token comes without drafts
+            made = [1 + accepted for _, accepted in self.runs[1:]]
+            out["tokens_a_step"] = round(sum(made) / len(made), 2)
+            out["accepted"] = [                          # share, by place in the block
+                round(sum(a > i for _, a in self.runs) / sum(n > i for n, _ in self.runs), 2)
+                for i in range(max(n for n, _ in self.runs))]
+        return out
 
 class Pool:
     """Packed rows uint8 [page, rows a page, bytes]; table int64 [slot, nth page] -> page, or -1."""
@@ -676,7 +699,8 @@ class Cache:
     """All that changes between tokens. A write goes to the row of a position; lengths decide what
     is read, so nothing is ever undone.
 
-    window   per layer: d + d/32 bytes a token               written by every attention layer
+    window   per layer: d + d/32 bytes a token               written by every attention layer, and
+             for draft stages by Draft.commit
     latents  per KV source: d/2 + d/16 bytes a group         written by its compressor
     keys     per KV source: di/2 + di/32 bytes a group       likewise
     ring     per ratio-2 source: fp32 [slot, position % 8, 2, d], kv and gate of the last tokens
@@ -688,7 +712,8 @@ class Cache:
         n_window = max_batch * (-(-self.W // PAGE) + 2) + -(-chunk // PAGE)
         width = min(max_pages, -(-c.max_position_embeddings // PAGE))
         self.global_table, self.window_table = torch.full((2, max_batch, width), -1, device=device)
-        self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32) for _ in c.layers]
+        self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32)
+                       for _ in [*c.layers, *c.stages]]
         ratio = {i: c.layers[i].ratio for i in c.kv_source_layer_ids}
         self.latents, self.keys = (
             {i: Pool(self.global_table, max_pages, PAGE // r, n) for i, r in ratio.items()}
@@ -698,18 +723,26 @@ class Cache:
         self.n_pages, self.free_slots = max_pages, list(range(max_batch))[::-1]
         self.free_pages, self.free_window = (list(range(n))[::-1] for n in (max_pages, n_window))
 
+    def lacks(self, seq, n):
+        """Global pages that seq needs for its next n positions and does not have."""
+        return max(0, -(-(seq.n_cached + n) // PAGE) - len(seq.pages))
+
     def admit(self, seq):
-        """Take a slot and all global pages that seq can ever need; False if they are not free."""
-        n = -(-seq.limit // PAGE)
-        if not self.free_slots or n > len(self.free_pages):
+        """Take a slot, and global pages for the ids of seq; False if they are not free."""
+        if not self.free_slots or self.lacks(seq, len(seq.ids)) > len(self.free_pages):
             return False
         seq.slot = self.free_slots.pop()
-        seq.pages = [self.free_pages.pop() for _ in range(n)]
-        self.global_table[seq.slot, :n] = torch.tensor(seq.pages)
+        self._take(seq, len(seq.ids))
         return True
 
+    def _take(self, seq, n):
+        for _ in range(self.lacks(seq, n)):
+            self.global_table[seq.slot, len(seq.pages)] = self.free_pages[-1]
+            seq.pages.append(self.free_pages.pop())
+
     def extend(self, seq, n):
-        """Give seq the window pages of its next n positions."""
+        """Give seq the pages of its next n positions; enough must be free."""
+        self._take(seq, n)
         for i in range(seq.n_cached // PAGE, (seq.n_cached + n - 1) // PAGE + 1):
             if i not in seq.window:
                 seq.window[i] = self.window_table[seq.slot, i] = self.free_window.pop()
@@ -733,7 +766,7 @@ class Batch:
     """The rows of one forward, sequence after sequence, and what layers publish to later layers."""
 
     def __init__(self, work, device, ngram=None):
-        """work: (sequence, n) pairs, the next n uncached tokens of each.
+        """work: (sequence, n) pairs, the next n uncached tokens of each, its drafts at the end.
 
         ngram: (class of each token id [V], class of the pad, N) where the model has Engram layers.
         """
@@ -744,12 +777,13 @@ class Batch:
             a = seq.n_cached
             self.spans.append((seq.slot, end, end + n, a))   # slot, first row, end row, position
             end += n
-            ids += seq.ids[a : a + n]
+            tokens = seq.ids + seq.drafts
+            ids += tokens[a : a + n]
             pos += range(a, a + n)
             slot += [seq.slot] * n
             if ngram:                    # windows of N classes; before position 0 stands the pad
                 token_class, pad, N = ngram
-                past = token_class[tensor(seq.ids[max(0, a - N + 1) : a + n])]
+                past = token_class[tensor(tokens[max(0, a - N + 1) : a + n])]
                 past = F.pad(past, (N - 1 + n - len(past), 0), value=pad)
                 classes.append(past.unfold(0, N, 1).flip(1))
         self.ids, self.pos, self.slot = tensor(ids), tensor(pos), tensor(slot)      # [T] each
@@ -760,6 +794,7 @@ class Batch:
         self.selection = {}              # index source -> int64 [T, K] groups, ascending, -1 padded
         self.candidates = None           # bool [T, blocks], from the candidate source
         self.rope = {}                   # compressed layer? -> (cos, sin) [T, r/2], by Transformer
+        self.features = []               # [T, D] of each target layer, for the draft
 
 # ================================================================================================
 # Model: one forward for prefill, chunks, decode and verification
@@ -905,20 +940,32 @@ class Attention:
 
     def __call__(self, x, batch, cache):
         """x [T, D] normed -> fp32 [T, D]; writes its window rows, and its groups if it is full."""
-        c, plan, (cos, sin) = self.c, self.plan, batch.rope[self.plan.ratio > 0]
-        qr = K.rms_norm(self.wq_a(x), self.q_norm, c.rms_norm_eps).to(self.w.dtype)
-        q = K.rope(self.wq_b(qr).unflatten(1, (c.num_attention_heads, -1)), cos, sin)  # [T, H, d]
-        kv = K.rms_norm(self.wkv(x), self.kv_norm, c.rms_norm_eps).to(self.w.dtype)
-        kv = K.quantize_fp8(K.rope(kv, cos, sin))
-        cache.window[plan.index].write(batch.slot, batch.pos, kv)
+        plan, rotate = self.plan, batch.rope[self.plan.ratio > 0]
+        qr, q = self.queries(x, *rotate)
+        cache.window[plan.index].write(batch.slot, batch.pos, self.window_rows(x, *rotate))
         if self.compressor:
             self.compressor(x, batch, cache)     # first: a token sees the group that it completes
         if self.indexer:
             batch.selection[plan.index] = self.indexer(x, qr, batch, cache)
         o = torch.cat([self.attend(q[a : a + ROWS], batch, cache, slice(a, a + ROWS))
                        for a in range(0, len(q), ROWS)])
-        o = K.rope(o, cos, -sin).to(self.w.dtype).flatten(1).chunk(c.o_groups, 1)    # K = V: undo
-        wo_a = self.wo_a.weight().chunk(c.o_groups)     # block-diagonal, [o_lora_rank, H*d/G] each
+        return self.output(o, *rotate)
+
+    def queries(self, x, cos, sin):
+        """x [T, D] -> qr [T, q_lora_rank], which the indexer shares, and q fp32 [T, H, d]."""
+        qr = K.rms_norm(self.wq_a(x), self.q_norm, self.c.rms_norm_eps).to(self.w.dtype)
+        return qr, K.rope(self.wq_b(qr).unflatten(1, (self.c.num_attention_heads, -1)), cos, sin)
+
+    def window_rows(self, x, cos, sin):
+        """x [T, D] -> packed rows [T, d + d/32]: K and V alike."""
+        kv = K.rms_norm(self.wkv(x), self.kv_norm, self.c.rms_norm_eps).to(self.w.dtype)
+        return K.quantize_fp8(K.rope(kv, cos, sin))
+
+    def output(self, o, cos, sin):
+        """o [T, H, d] -> fp32 [T, D]."""
+        groups = self.c.o_groups
+        o = K.rope(o, cos, -sin).to(self.w.dtype).flatten(1).chunk(groups, 1)        # K = V: undo
+        wo_a = self.wo_a.weight().chunk(groups)         # block-diagonal, [o_lora_rank, H*d/G] each
         o = [K.linear(x, block, self.w.block) for x, block in zip(o, wo_a)]
         return self.wo_b(torch.cat(o, 1).to(self.w.dtype))
 
@@ -1008,15 +1055,19 @@ class Engram:
         return K.dequantize_fp8(torch.cat([weight, scale], -1)).to(self.w.device)
 
 class Block:
-    """(Engram,) attention and experts, each inside its mHC site."""
+    """(Engram,) attention and experts, each inside its mHC site: a layer, or a draft stage."""
 
     def __init__(self, c, plan, weights):
-        p = f"layers.{plan.index}."
+        stage = plan.index - len(c.layers)
+        p, attention, n, k = (
+            (f"mtp.{stage}.", DraftAttention, c.dspark_n_routed_experts,
+             c.dspark_num_experts_per_tok) if plan.mode == "draft" else
+            (f"layers.{plan.index}.", Attention, c.n_routed_experts, c.num_experts_per_tok))
         self.engram = Engram(c, plan, weights, p + "engram.") if plan.engram is not None else None
         self.hc_attn = HyperConnection(c, weights, p, "attn")
-        self.attn = Attention(c, plan, weights, p + "attn.")
+        self.attn = attention(c, plan, weights, p + "attn.")
         self.hc_ffn = HyperConnection(c, weights, p, "ffn")
-        self.ffn = MoE(c, weights, p + "ffn.", c.n_routed_experts, c.num_experts_per_tok)
+        self.ffn = MoE(c, weights, p + "ffn.", n, k)
 
     def __call__(self, h, pre, batch, cache):
         """h [T, S, D], pre [T, S] -> the same, one layer on."""
@@ -1038,30 +1089,117 @@ class Transformer:
         self.norm, self.head = weights.vector("norm.weight"), Linear("head", weights)
         self.frequencies = {x: K.rope_frequencies(c, x).to(self.w.device) for x in (False, True)}
 
-    def __call__(self, batch, cache, rows):
-        """All rows of the batch go through; -> logits fp32 [len(rows), V] of the rows asked for."""
+    def enter(self, batch):
+        """-> streams [T, S, D], all the embedding, and the first pre [T, S], one-hot."""
         batch.rope = {x: K.rotation(batch.pos, f) for x, f in self.frequencies.items()}
         h = F.embedding(batch.ids, self.embed).to(self.w.dtype)
-        h = h[:, None].expand(-1, self.c.hc_mult, -1)                       # [T, S, D]
-        pre = F.one_hot(torch.zeros_like(batch.ids), self.c.hc_mult).float()          # [T, S]
-        for block in self.blocks:
+        pre = F.one_hot(torch.zeros_like(batch.ids), self.c.hc_mult).float()
+        return h[:, None].expand(-1, self.c.hc_mult, -1), pre
+
+    def __call__(self, batch, cache, rows):
+        """All rows of the batch go through; -> logits fp32 [len(rows), V] of the rows asked for."""
+        h, pre = self.enter(batch)
+        for i, block in enumerate(self.blocks):
+            if i in self.c.dspark_target_layer_ids:
+                batch.features.append(h.float().mean(1).to(h.dtype))
             h, pre = block(h, pre, batch, cache)
         x = K.rms_norm(K.hc_collapse(h[rows], pre[rows]), self.norm, self.c.rms_norm_eps)
         return self.head(x.to(self.w.dtype))
+
+# ================================================================================================
+# Draft: DSpark proposes tokens, the model judges them
+# ================================================================================================
+class DraftAttention(Attention):
+    """Every row of a draft block sees the block, both ways, and the W committed tokens before."""
+
+    def __call__(self, x, batch, cache):
+        """x [T, D] normed, blocks of n rows -> fp32 [T, D]; the block's own rows are not kept."""
+        n, W, rotate = self.c.dspark_block_size, self.c.sliding_window, batch.rope[False]
+        _, q = self.queries(x, *rotate)
+        at = batch.pos[::n, None] - torch.arange(W, 0, -1, device=x.device)           # [T/n, W]
+        rows = cache.window[self.plan.index].read(batch.slot[::n, None], at)
+        rows = torch.cat([rows, self.window_rows(x, *rotate).unflatten(0, (-1, n))], 1)
+        seen = F.pad(at >= 0, (0, n), value=True)
+        kv, seen = (t.repeat_interleave(n, 0) for t in (K.dequantize_fp8(rows), seen))
+        return self.output(K.attend(q, kv, seen, self.sink), *rotate)
+
+class Draft:
+    """DSpark: three stages guess a block of n tokens at once, a Markov head makes them agree."""
+
+    def __init__(self, c, weights, target):
+        last = f"mtp.{len(c.stages) - 1}."
+        need(c.dspark_block_size <= RING - 2, f"dspark_block_size {c.dspark_block_size} is beyond "
+             f"{RING - 2}: a step would overwrite open pairs")
+        self.c, self.w, self.target = c, weights, target
+        self.stages = [Block(c, plan, weights) for plan in c.stages]
+        self.main_proj = Linear("mtp.0.main_proj", weights)
+        self.main_norm = weights.vector("mtp.0.main_norm.weight")
+        self.norm = weights.vector(last + "norm.weight")
+        markov_embed = weights.checkpoint.packed(last + "markov_head.embed.weight")
+        self.markov_embed = markov_embed.to(weights.device)
+        self.markov_head = Linear(last + "markov_head.head", weights)
+        self.confidence = Linear(last + "confidence_head.proj", weights)
+
+    def commit(self, batch, stand, cache):
+        """Write the context rows of the first stand[i] tokens of the i-th sequence: its last W."""
+        W, spans = self.c.sliding_window, zip(batch.spans, stand)
+        rows = [range(max(a, a + n - W), a + n) for (_, a, _, _), n in spans]
+        rows = torch.tensor([*itertools.chain(*rows)], dtype=torch.int64, device=self.w.device)
+        features = torch.cat([x[rows] for x in batch.features], 1)             # [n, 3D], no norm
+        x = K.rms_norm(self.main_proj(features), self.main_norm, self.c.rms_norm_eps)
+        rotate = [t[rows] for t in batch.rope[False]]
+        for stage in self.stages:
+            kv = stage.attn.window_rows(x.to(self.w.dtype), *rotate)
+            cache.window[stage.attn.plan.index].write(batch.slot[rows], batch.pos[rows], kv)
+
+    def propose(self, seqs, cache, choose):
+        """-> per sequence: drafts (n ids), their logits [n, V], survival (n floats).
+
+        A block is the anchor, the last id of a sequence, which has not been through the model, and
+        n - 1 noise ids. choose(seq, logits [V], position) -> id. Survival: the estimated chance
+        that a draft and all before it are accepted.
+        """
+        n = self.c.dspark_block_size
+        for seq in seqs:
+            seq.drafts = [self.c.dspark_noise_token_id] * (n - 1)
+        batch = Batch([(seq, n) for seq in seqs], self.w.device)
+        h, pre = self.target.enter(batch)
+        for stage in self.stages:
+            h, pre = stage(h, pre, batch, cache)
+        raw = K.hc_collapse(h, pre)
+        x = K.rms_norm(raw, self.norm, self.c.rms_norm_eps).to(self.w.dtype)
+        base, raw = (t.unflatten(0, (-1, n)) for t in (self.target.head(x), raw))   # [seqs, n, ..]
+        drafts, logits, sure = [[seq.ids[-1]] for seq in seqs], [], []
+        for j in range(n):                               # the only part that is sequential
+            m = self.markov_embed[[d[-1] for d in drafts]]
+            logits.append(base[:, j] + self.markov_head(m.to(self.w.dtype)))
+            sure.append(K.sigmoid(self.confidence(torch.cat([raw[:, j], m.float()], 1)))[:, 0])
+            for seq, d, row in zip(seqs, drafts, logits[-1]):
+                d.append(choose(seq, row, len(seq.ids) + j))
+        survival = torch.stack(sure, 1).cumprod(1).tolist()
+        return [d[1:] for d in drafts], torch.stack(logits, 1), survival
 
 # ================================================================================================
 # Engine: requests in, tokens out
 # ================================================================================================
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. temperature 0 is greedy; top_p keeps the token that crosses it."""
+    """How to continue a prompt. temperature 0 is greedy; top_p keeps the token that crosses it.
+
+    verify: the rule for drafts at temperature > 0, both exact in distribution. "coupled": draft and
+    target draw with the same noise, so the text is the same as without drafts. "rejection": accepts
+    a little more often; the text for a seed is another than without drafts.
+    """
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
+    verify: str = "coupled"
 
     def __post_init__(self):
+        need(self.verify in ("coupled", "rejection"), f"verify is {self.verify!r}, must be "
+             "'coupled' or 'rejection'")
         t, p = (x if type(x) in (int, float) else math.nan for x in (self.temperature, self.top_p))
         need(type(self.max_tokens) is int and self.max_tokens >= 1, f"max_tokens is "
              f"{self.max_tokens!r}, must be a whole number from 1")
@@ -1082,9 +1220,12 @@ class Output:
 class Engine:
     """The model, its cache, and the requests that share them."""
 
-    def __init__(self, cfg, model, prompt, max_batch, max_pages, chunk):
+    def __init__(self, cfg, model, draft, n_drafts, prompt, max_batch, max_pages, chunk):
         self.cfg, self.model, self.prompt, self.device = cfg, model, prompt, model.w.device
         self.cache, self.chunk = Cache(cfg, max_batch, max_pages, chunk, self.device), chunk
+        self.draft, self.n_drafts = draft, n_drafts      # n_drafts: a number, or "confidence"
+        self.seconds = {"draft": 0.0, "forward": 0.0, "step": 0.0}          # where the time went
+        self.cost = {}                   # rows of a decode step -> its mean seconds, for confidence
         self.waiting, self.running, self.ngram = [], [], None
         if cfg.engram_layer_ids:
             classes = token_classes(prompt, cfg).to(self.device)
@@ -1100,11 +1241,14 @@ class Engine:
         as they are used; default where they do not fit into memory. max_batch: requests that run
         at once. max_pages: global pages of 128 tokens, default as many as the batch can use, within
         2 GiB. chunk: most rows of one step.
-        speculate and replay are accepted and change nothing: decoding is plain, prefill exact.
+        speculate: True verifies all drafts of a checkpoint that has draft stages, a number at most
+        so many, "confidence" as many as pay, False none. replay is accepted and changes nothing.
         """
         for name, x in (("max_batch", max_batch), ("chunk", chunk),
                         ("max_pages", 1 if max_pages is None else max_pages)):
             need(type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number from 1")
+        need(speculate == "confidence" or type(speculate) in (bool, int) and speculate >= 0,
+             f"speculate is {speculate!r}, not True, False, a number of drafts or 'confidence'")
         need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: a step could not "
              "decode every request")
         device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -1115,13 +1259,19 @@ class Engine:
         if Path(folder).is_file():
             raise FileNotFoundError(f"{folder} is a file: a checkpoint is a local folder")
         cfg = Config.load(folder)
+        drafting = bool(speculate) and bool(cfg.stages)
         m, most = memory(cfg, dtype), max_batch * -(-cfg.max_position_embeddings // PAGE)
         if max_pages is None:
             max_pages = max(1, min(most, 2**31 // max(1, m["page"])))
         prompt = Prompt(folder, cfg.bos_token_id)
         weights = Weights(Checkpoint(folder, cfg), device, dtype, 16 if deterministic else None,
                           not fits(m, device) if lazy is None else lazy)
-        return cls(cfg, Transformer(cfg, weights, progress), prompt, max_batch, max_pages, chunk)
+        model = Transformer(cfg, weights, progress)
+        n = cfg.dspark_block_size if speculate is True else speculate
+        need(n == "confidence" or n <= cfg.dspark_block_size or not drafting, f"speculate is {n}: "
+             f"a block of this checkpoint holds {cfg.dspark_block_size} drafts")
+        draft = Draft(cfg, weights, model) if drafting else None
+        return cls(cfg, model, draft, n, prompt, max_batch, max_pages, chunk)
 
     # -- requests ---------------------------------------------------------------------------------
     def _sequence(self, prompt, params=None):
@@ -1157,53 +1307,139 @@ class Engine:
                 queue.remove(seq)
 
     def step(self):
-        """One forward for every running request; -> the sequences that it moved on."""
+        """Draft, one forward for every running request, judge; -> the sequences that it moved."""
+        start = time.perf_counter()
         while self.waiting and self.cache.admit(self.waiting[0]):
             self.running.append(self.waiting.pop(0))
         work, budget = [], self.chunk
-        for seq in sorted(self.running, key=lambda s: len(s.ids) - s.n_cached > 1):  # decode first
-            n = min(len(seq.ids) - seq.n_cached, budget)
-            work += [(seq, n)] * (n > 0)
-            budget -= n
-        if not work and self.waiting:                    # a leak must not become a hang
-            raise RuntimeError("no page is free for the next request, and nothing runs")
-        if not work:
-            return []
-        last = itertools.accumulate(n for _, n in work)
-        ready = {s: i - 1 for (s, n), i in zip(work, last) if s.n_cached + n == len(s.ids)}
         try:
-            logits = self._forward(work, list(ready.values()))
-            for seq, row in zip(ready, logits):
-                self._emit(seq, row)
+            self._draft()
+            for seq in sorted(self.running, key=lambda s: not s.decoding):          # decode first
+                n = min(len(seq.ids) + len(seq.drafts) - seq.n_cached, budget)
+                work += [(seq, n)] * (n > 0)
+                budget -= n
+            work = self._make_room(work)
+            if not work and self.waiting:                # a leak must not become a hang
+                raise RuntimeError("no page is free for the next request, and nothing runs")
+            if work:
+                self._advance(work)
         except BaseException:
-            for seq, _ in work:
+            for seq, _ in work or [(seq, 0) for seq in self.running]:
                 self.cancel(seq, "error")
             raise
+        seconds = time.perf_counter() - start
+        self.seconds["step"] += seconds
+        if all(n == 1 + seq.runs[-1][0] for seq, n in work if seq.runs):      # decode rows alone
+            rows = sum(n for _, n in work)
+            count, mean = self.cost.get(rows, (0, 0.0))
+            self.cost[rows] = count + 1, mean + (seconds - mean) / min(count + 1, 50)
         return [seq for seq, _ in work]
 
+    def _make_room(self, work):
+        """Take the youngest requests out until the step has its pages; they start again later."""
+        while sum(self.cache.lacks(*each) for each in work) > len(self.cache.free_pages):
+            seq = self.running.pop()
+            self.cache.release(seq)
+            seq.n_cached, seq.drafts = 0, []
+            self.waiting.insert(0, seq)
+            work = [(s, n) for s, n in work if s is not seq]
+        return work
+
+    def _advance(self, work):
+        """Forward and judge the (sequence, n) of work; append what was made."""
+        ends = itertools.accumulate(n for _, n in work)
+        rows = [range(end - 1 - len(seq.drafts), end)
+                if seq.n_cached + n == len(seq.ids) + len(seq.drafts) else range(0)
+                for (seq, n), end in zip(work, ends)]
+        made, start = [], time.perf_counter()
+
+        def judge(logits):                               # rows of rejected drafts do not stand
+            self.seconds["forward"] += time.perf_counter() - start
+            parts = logits.split([*map(len, rows)])
+            made.extend(self._judge(seq, x) for (seq, _), x in zip(work, parts))
+            return [n - len(x) + len(new) for (_, n), x, new in zip(work, parts, made)]
+        self._forward(work, list(itertools.chain(*rows)), judge)
+        for (seq, _), new in zip(work, made):
+            if new:
+                seq.runs.append((len(seq.drafts), len(new) - 1))
+                seq.drafts = []
+                self._emit(seq, new)
+
     @torch.inference_mode()
-    def _forward(self, work, rows):
-        """Run the next n tokens of each (sequence, n); -> logits of the given rows."""
+    def _draft(self):
+        """Give every decoding sequence the drafts that this step will judge."""
+        seqs = [s for s in self.running if s.decoding]
+        if not self.draft or not seqs:
+            return
+        most = max(0, self.chunk // len(seqs) - 1)       # no row beyond the last token is needed
+        room = [min(most, s.params.max_tokens - len(s.new) - 1) for s in seqs]
+        seqs, room = [s for s, n in zip(seqs, room) if n], [n for n in room if n]
+        if not seqs:
+            return
+
+        def choose(seq, logits, pos):
+            p = seq.params
+            return K.sample(logits, p.temperature, 1.0, p.seed, pos, int(p.verify == "rejection"))
+        start = time.perf_counter()
+        drafts, logits, survival = self.draft.propose(seqs, self.cache, choose)
+        for seq, n, ids, x, s in zip(seqs, room, drafts, logits, survival):
+            n = min(n, self._worth(s) if self.n_drafts == "confidence" else self.n_drafts)
+            seq.drafts, seq.proposals = ids[:n], x
+        self.seconds["draft"] += time.perf_counter() - start
+
+    def _worth(self, survival):
+        """How many drafts pay: up to the first whose estimated survival is below the price of a row
+        in tokens. It never looks at a later draft, which would bias what is accepted."""
+        costs = sorted((rows, mean) for rows, (_, mean) in self.cost.items())
+        if len(costs) < 3:                               # learn the price first
+            return len(costs)
+        (a, least), (b, most) = costs[0], costs[-1]
+        made = [1 + n for seq in self.running for _, n in seq.runs[-8:]]     # tokens a step
+        price = (most - least) / (b - a) / most * sum(made) / len(made)
+        return next((i for i, s in enumerate(survival) if s < price), len(survival))
+
+    @torch.inference_mode()
+    def _forward(self, work, rows, judge=None):
+        """Run the next n tokens of each (sequence, n); -> logits of the given rows.
+
+        judge(logits) -> how many of each sequence's n tokens stand, all by default: a length.
+        """
         for seq, n in work:
             self.cache.extend(seq, n)
-        logits = self.model(Batch(work, self.device, self.ngram), self.cache, rows)
-        for seq, n in work:
+        batch = Batch(work, self.device, self.ngram)
+        logits = self.model(batch, self.cache, rows)
+        stand = judge(logits) if judge else [n for _, n in work]
+        if self.draft:
+            self.draft.commit(batch, stand, self.cache)
+        for (seq, _), n in zip(work, stand):
             seq.n_cached += n
             self.cache.trim(seq)
         return logits
 
-    def _emit(self, seq, logits):
-        """Sample the next token of seq from logits [V]; append it, or end seq."""
-        p = seq.params
+    def _judge(self, seq, logits):
+        """logits [1 + drafts, V] (or [0, V]) -> the accepted drafts and one token of the model."""
+        p, new = seq.params, []
         need(logits.isfinite().all(), "the logits are not finite: the checkpoint is damaged")
-        token = K.sample(logits, p.temperature, p.top_p, p.seed, len(seq.ids))
-        seq.times.append(time.perf_counter())
-        stop = token == self.cfg.eos_token_id and not p.ignore_eos
-        seq.ids += [] if stop else [token]
-        end = "stop" if stop else "length" if len(seq.new) == p.max_tokens else None
-        seq.text += seq.decoder([] if stop else [token], last=end is not None)
-        if end:
-            self.cancel(seq, end)
+        for i, (row, draft) in enumerate(zip(logits, [*seq.drafts, None])):
+            draw = (p.temperature, p.top_p, p.seed, len(seq.ids) + i)
+            by_rule = draft is not None and p.temperature and p.verify == "rejection"
+            new.append(K.accept(row, seq.proposals[i], draft, *draw) if by_rule else
+                       K.sample(row, *draw))
+            if new[-1] != draft:
+                break
+        return new
+
+    def _emit(self, seq, new):
+        """Append new ids, up to the one that ends seq."""
+        p = seq.params
+        for token in new:
+            stop = token == self.cfg.eos_token_id and not p.ignore_eos
+            seq.times.append(time.perf_counter())
+            seq.ids += [] if stop else [token]
+            end = "stop" if stop else "length" if len(seq.new) == p.max_tokens else None
+            seq.text += seq.decoder([] if stop else [token], last=end is not None)
+            if end:
+                return self.cancel(seq, end)
 
     # -- the public calls -------------------------------------------------------------------------
     def logits(self, ids, chunks=None):
@@ -1275,7 +1511,7 @@ def arguments(argv):
     """argv -> the parsed options."""
     p = argparse.ArgumentParser("nanoflash", description="DeepSeek-V4.1-Flash in two files.")
     p.add_argument("--prompt", help="text to continue (with --chat: what the user says)")
-    p.add_argument("--model", default=DEFAULT_MODEL, help="a checkpoint's folder (docs/golden)")
+    p.add_argument("--model", default=DEFAULT_MODEL, help="a checkpoint's folder (docs/tiny)")
     p.add_argument("--max-tokens", type=int, default=128, help="most new tokens (128)")
     p.add_argument("--temperature", type=float, help="0 is greedy (generation_config.json, or 0)")
     p.add_argument("--top-p", type=float, help="mass of tokens kept (generation_config.json, or 1)")
@@ -1283,12 +1519,13 @@ def arguments(argv):
     p.add_argument("--chat", action="store_true", help="wrap the prompt in the chat encoding")
     p.add_argument("--think", action="store_true", help="with --chat: reason first")
     p.add_argument("--effort", type=int, help="with --think: 1 to 100 (75)")
-    p.add_argument("--no-speculate", action="store_true", help="accepted; decoding is plain so far")
+    p.add_argument("--no-speculate", action="store_true", help="decode without drafts")
+    p.add_argument("--drafts", help="most drafts a step, or `confidence`: as many as pay (all)")
+    p.add_argument("--verify", choices=("coupled", "rejection"), default="coupled",
+                   help="how sampling judges drafts (coupled: the text is that without drafts)")
     p.add_argument("--no-replay", action="store_true", help="accepted; prefill is exact so far")
-    p.add_argument("--deterministic", action="store_true",
-                   help="the same bits whatever the chunks and the batch; slower")
-    p.add_argument("--lazy", action="store_true",
-                   help="dequantize weights as they are used (by itself where they do not fit)")
+    p.add_argument("--deterministic", action="store_true", help="the same bits in any company")
+    p.add_argument("--lazy", action="store_true", help="dequantize weights as they are used")
     p.add_argument("--dtype", choices=("fp32", "bf16"), help="(bf16 on a GPU, else fp32)")
     p.add_argument("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
     p.add_argument("--plan", action="store_true", help="print sizes, without opening any weight")
@@ -1297,6 +1534,8 @@ def arguments(argv):
     args = p.parse_args(argv)
     if args.prompt is None and not args.plan:
         p.error("--prompt (or --plan) is needed")
+    if args.drafts is not None and not (args.drafts.isdecimal() or args.drafts == "confidence"):
+        p.error(f"--drafts {args.drafts} is no number and not `confidence`")
     for flag, wants in (("think", "chat"), ("effort", "chat"), ("ranks", "plan")):
         if getattr(args, flag) not in (None, False) and not getattr(args, wants):
             p.error(f"--{flag} goes with --{wants}")
@@ -1316,9 +1555,11 @@ def run(args):
     need(isinstance(defaults, dict), f"{path} holds no object")
     t = defaults.get("temperature", 0) if args.temperature is None else args.temperature
     top_p = defaults.get("top_p", 1) if args.top_p is None else args.top_p
-    params = SamplingParams(args.max_tokens, t, top_p, args.seed)
+    params = SamplingParams(args.max_tokens, t, top_p, args.seed, verify=args.verify)
+    n = int(args.drafts) if (args.drafts or "").isdecimal() else args.drafts or True
     engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
-                         max_batch=1, progress=progress)
+                         max_batch=1, speculate=False if args.no_speculate else n,
+                         progress=progress)
     if memory(engine.cfg)["weights"] < 2**28:
         torch.set_num_threads(1)                 # on small tensors a second thread only costs
     prompt, effort = args.prompt, 75 if args.effort is None else args.effort
@@ -1334,7 +1575,10 @@ def run(args):
         shown = len(seq.text)
     print()
     if args.stats:
-        print(", ".join(f"{k} {v}" for k, v in seq.stats().items()), file=sys.stderr)
+        t = engine.seconds
+        stats = seq.stats() | {"draft_s": round(t["draft"], 2), "forward_s": round(t["forward"], 2),
+                               "host_share": round(1 - (t["draft"] + t["forward"]) / t["step"], 2)}
+        print(", ".join(f"{k} {v}" for k, v in stats.items()), file=sys.stderr)
 
 def main(argv=None):
     """Run the command line; -> exit status. A user's mistake ends in one line and status 2."""

@@ -1279,29 +1279,37 @@ def test_bf16():
     engine.model.embed = engine.model.embed * 1e4
     assert engine.logits(IDS["rand37"]).isfinite().all()
 
-def random_schedules(reference, n_schedules):
-    """Joins, leaves, cancellations and too-large requests at random, in too small a pool."""
-    engine = nf.Engine.load(GOLDEN, deterministic=True, max_batch=3, max_pages=5, chunk=24)
+def random_schedules(reference, monkeypatch, n_schedules):
+    """Joins, leaves, cancellations and too-large requests at random, in too small a pool, with
+    drafts of which any number is right, real ones now and then, and steps of any size."""
+    engine = nf.Engine.load(GOLDEN, deterministic=True, max_batch=3, max_pages=3, chunk=24)
     poison(engine)
-    pick, texts = random.Random(11), []
+    pick, texts, made, propose = random.Random(11), [], 8, engine.draft.propose
     with torch.no_grad():
-        for n in (1, 2, 3, 9, 30, 60, 125, 127, 128, 140):
+        for n in (1, 2, 3, 9, 30, 60, 123, 125, 127, 128, 140):
             tokens = IDS["text200"][n % 7 : n % 7 + n]
-            for _ in range(6):
+            for _ in range(made):
                 tokens = tokens + [int(reference.forward(torch.tensor(tokens))[-1].argmax())]
             texts.append((tokens[:n], tokens[n:]))
+    truth, released = {tuple(a): b for a, b in texts}, []
+    script(engine, monkeypatch, lambda seq: truth[tuple(seq.ids[: seq.n_prompt])],
+           lambda seq: pick.randint(0, 5))
+    scripted, make_room = engine.draft.propose, engine._make_room
+    monkeypatch.setattr(engine, "_make_room", lambda work: (
+        out := make_room(work), released.append(len(work) - len(out)))[0])
     for _ in range(n_schedules):
-        alive = []
+        alive, engine.chunk = [], pick.choice((3, 7, 24))
+        engine.draft.propose = pick.choice((scripted, scripted, propose))
         for _ in range(pick.randint(3, 12)):
             what = pick.random()
             if what < 0.5:
-                (prompt, want), n = pick.choice(texts), pick.randint(1, 6)
+                (prompt, want), n = pick.choice(texts), pick.randint(1, made)
                 seq = engine.submit(prompt, nf.SamplingParams(n, ignore_eos=True))
                 alive.append((seq, want[:n]))
             elif what < 0.6 and alive:
                 engine.cancel(pick.choice(alive)[0])
             elif what < 0.7:
-                with pytest.raises(ValueError, match="need 6 pages of 128 tokens, the pool has 5"):
+                with pytest.raises(ValueError, match="need 6 pages of 128 tokens, the pool has 3"):
                     engine.submit(IDS["text200"] * 3, nf.SamplingParams(41))
             else:
                 engine.step()
@@ -1312,15 +1320,17 @@ def random_schedules(reference, n_schedules):
             assert (seq.finish_reason, len(seq.new)) == ("length", len(want)) or (
                 seq.finish_reason == "cancelled")
         assert_all_free(engine)
+    assert sum(released) > 0                             # the youngest had to give way
 
-def test_random_schedules(reference):
-    """A page lost or shared after some order of joins, leaves and cancellations."""
-    random_schedules(reference, 20)
+def test_random_schedules(reference, monkeypatch):
+    """A page lost or shared, a token changed after some order of joins, leaves, cancellations,
+    accepted and rejected drafts, and requests that gave their pages up and began again."""
+    random_schedules(reference, monkeypatch, 20)
 
 @pytest.mark.long
-def test_random_schedules_long(reference):
-    """The same, 200 schedules."""
-    random_schedules(reference, 200)
+def test_random_schedules_long(reference, monkeypatch):
+    """The same, 200 schedules: some 1,500 requests."""
+    random_schedules(reference, monkeypatch, 200)
 
 def test_capacity_and_context(tmp_path):
     """Slots run out in the middle (F43): two pages hold 256 tokens, the last new one included; the
@@ -1498,6 +1508,165 @@ def test_sampling_edges(engine):
     assert one == three != two
 
 # ------------------------------------------------------------------------------------------------
+# Drafts
+# ------------------------------------------------------------------------------------------------
+def script(engine, monkeypatch, truth, right):
+    """Replace the draft by a script: of the five proposals to seq, right(seq) agree with truth[:],
+    the ids that its plain continuation has."""
+    def propose(seqs, cache, choose):
+        out = []
+        for seq in seqs:
+            real, n = (truth(seq)[len(seq.new):] + [5] * 5)[:5], right(seq)
+            out.append(real[:n] + [(i + 1) % 512 for i in real[n:]])
+        return out, [None] * len(seqs), [[1.0] * 5] * len(seqs)
+    monkeypatch.setattr(engine.draft, "propose", propose)
+
+def undrafted(engine, prompts, params):
+    """What plain decoding makes, in the same engine."""
+    draft, engine.draft = engine.draft, None
+    try:
+        return engine.generate(prompts, params)
+    finally:
+        engine.draft = draft
+
+@pytest.mark.parametrize("name", ["rand37", "text200"])
+def test_draft_is_golden(name, engine):
+    """Features taken after a layer or normed, a one-way block, a context off by one, an embedding
+    or head of its own, Markov logits of the wrong token, a normed state behind the confidence."""
+    golden = {k: G[f"dspark.{name}.{k}"] for k in ("anchors", "base_logits", "markov_logits",
+                                                   "prev_tokens", "confidence_raw", "draft_tokens")}
+    for i, anchor in enumerate(golden["anchors"].tolist()):
+        for forced in (True, False):
+            with Run(engine, IDS[name]) as run, torch.inference_mode():
+                if anchor:
+                    run.feed(anchor)
+                run.seq.ids = IDS[name][: anchor + 1]
+                path = golden["prev_tokens" if forced else "draft_tokens"][i].tolist() + [0]
+                drafts, logits, survival = engine.draft.propose(
+                    [run.seq], engine.cache, lambda seq, row, pos: path[pos - anchor]
+                    if forced else int(row.argmax()))
+            if forced:
+                want = golden["base_logits"][i] + golden["markov_logits"][i]
+                assert (logits[0] - want).abs().max() < 1e-4
+                sure = golden["confidence_raw"][i].double().sigmoid().cumprod(0)
+                assert (torch.tensor(survival[0]) - sure).abs().max() < 1e-5
+            else:
+                assert drafts[0] == golden["draft_tokens"][i].tolist()
+
+def test_scripted_drafts(engine, monkeypatch):
+    """Speculation that is not plain decoding (F40): every number of accepted drafts at every
+    residue of ratio, window and ring, over a page's edge; ids and all visible bytes, each step."""
+    prompt, seen, n = IDS["text200"][:3], set(), 150
+    truth = undrafted(engine, [prompt], nf.SamplingParams(n, ignore_eos=True))[0].ids
+
+    def right(seq):
+        there = [a for a in range(6) if (seq.n_cached % 8, a) not in seen] or [0, 5]
+        seen.add((seq.n_cached % 8, there[-1]))
+        return there[-1]
+    script(engine, monkeypatch, lambda seq: truth, right)
+    for _ in range(2):
+        poison(engine)
+        seq = engine.submit(prompt, nf.SamplingParams(n, ignore_eos=True))
+        with Run(engine, prompt) as plain:
+            mine = Run.__new__(Run)
+            mine.engine, mine.seq = engine, seq
+            while engine.step() and not seq.finish_reason:
+                plain.seq.ids = list(seq.ids)
+                plain.feed(seq.n_cached - plain.seq.n_cached)
+                assert not differing(plain.state(), mine.state())
+        assert seq.new == truth and max(a for _, a in seq.runs) == 5
+    assert len(seen) == 48
+
+def test_drafts_change_no_token(engine, monkeypatch):
+    """Acceptance by another rule than equality with what plain decoding draws (F41): greedy and
+    coupled sampling, with top-p, alone and in a batch, with real drafts, as many as pay, at most
+    three, and with a perfect one, which must be accepted whole (F37)."""
+    prompts = [IDS["rand5"], IDS["text37"], IDS["rand37"][:1]]
+    params = [nf.SamplingParams(24, t, p, seed=i, ignore_eos=True)
+              for i, (t, p) in enumerate([(0.0, 1.0), (0.3, 1.0), (1.0, 0.9)])]
+    want = [o.ids for o in undrafted(engine, prompts, params)]
+    for n in (5, 3, 1, "confidence"):
+        monkeypatch.setattr(engine, "n_drafts", n)
+        assert [o.ids for o in engine.generate(prompts, params)] == want
+    assert [engine.generate([p], q)[0].ids for p, q in zip(prompts, params)] == want
+    monkeypatch.setattr(engine, "n_drafts", 5)
+    truths = dict(zip(map(tuple, prompts), want))
+    script(engine, monkeypatch, lambda seq: truths[tuple(seq.ids[: seq.n_prompt])], lambda _: 5)
+    for out, ids in zip(engine.generate(prompts, params), want):
+        assert out.ids == ids and out.stats["accepted"] == [1.0] * 5
+    with pytest.raises(ValueError, match="speculate is 6: a block of this checkpoint holds 5"):
+        nf.Engine.load(GOLDEN, speculate=6)
+
+def test_ends_inside_an_accepted_run(engine, monkeypatch):
+    """A stop token among accepted drafts is overrun, or its reason is wrong; max_tokens overshot;
+    streamed text that is not the final one."""
+    prompt, params = IDS["rand5"], nf.SamplingParams(20, ignore_eos=True)
+    truth = undrafted(engine, [prompt], params)[0].ids
+    script(engine, monkeypatch, lambda seq: truth, lambda _: 5)
+    for n in range(1, 14):
+        out, = engine.generate([prompt], nf.SamplingParams(n, ignore_eos=True))
+        assert (out.ids, out.finish_reason) == (truth[:n], "length")
+        first = truth.index(truth[n])
+        monkeypatch.setattr(engine, "cfg", dataclasses.replace(engine.cfg, eos_token_id=truth[n]))
+        out, = engine.generate([prompt], nf.SamplingParams(20))
+        assert (out.ids, out.finish_reason) == (truth[:first], "stop")
+        assert "".join(engine.stream(prompt, nf.SamplingParams(20))) == out.text
+        assert_all_free(engine)
+        monkeypatch.undo()
+        script(engine, monkeypatch, lambda seq: truth, lambda _: 5)
+
+def toy_tokens(engine, p, q, params, n_drafts):
+    """Three tokens of a toy chain, whose model says p [V, V] after each token and draft q."""
+    seq, rule = nf.Sequence([0], params, 9), int(params.verify == "rejection")
+    while len(seq.new) < 3:
+        last, seq.drafts, seq.proposals = seq.ids[-1], [], []
+        for i in range(n_drafts):
+            seq.proposals.append(q[last])
+            last = K.sample(q[last], params.temperature, 1.0, params.seed, len(seq.ids) + i, rule)
+            seq.drafts.append(last)
+        seq.ids += engine._judge(seq, p[[seq.ids[-1], *seq.drafts]])
+    return seq.new[:3]
+
+def rule_error(engine, verify, q_of, n_drafts, n, top_p):
+    """(Chi-square - degrees) / sqrt(2 degrees) of n draws of three tokens against their exact
+    probabilities, cells pooled to five expected; tokens a step."""
+    p = torch.randn(8, 8, generator=torch.Generator().manual_seed(4)) * 1.5
+    q, exact = q_of(p), torch.stack([K.scaled_logits(x, 0.8, top_p).softmax(-1) for x in p])
+    want = (exact[0][:, None, None] * exact[:, :, None] * exact[None]).flatten() * n
+    counts = torch.zeros(512)
+    for seed in range(n):
+        a, b, c = toy_tokens(engine, p, q, nf.SamplingParams(
+            9, 0.8, top_p, seed, verify=verify), n_drafts)
+        counts[a * 64 + b * 8 + c] += 1
+    assert counts[want == 0].sum() == 0
+    order = want.argsort(descending=True)
+    group = (want[order].cumsum(0) / 5.0001).long()
+    want, counts = (torch.zeros(513).index_add_(0, group.clamp(max=512), x[order].float())
+                    for x in (want, counts))
+    want, counts = want[want >= 3], counts[want >= 3]
+    degrees = len(want) - 1
+    return ((counts - want).square() / want).sum().sub(degrees).item() / math.sqrt(2 * degrees)
+
+def other(p):
+    """A proposal that is neither p nor far from it."""
+    return p + torch.randn(8, 8, generator=torch.Generator().manual_seed(5))
+
+TOYS = {"another q": (other, 3), "q = p": (lambda p: p, 2), "short": (other, 1), "one-hot": (
+    lambda p: torch.where(torch.arange(8) == 3, 0.0, -50.0).expand(8, 8), 3)}
+
+@pytest.mark.parametrize("toy", TOYS)
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_both_rules_are_exact(verify, toy, engine):
+    """A rule that biases what is emitted (F41): draws from p to the last cell, for any proposal."""
+    assert rule_error(engine, verify, *TOYS[toy], 700, 0.9 if toy == "short" else 1.0) < 5
+
+@pytest.mark.long
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_both_rules_are_exact_long(verify, engine):
+    """The same with 20,000 sequences of three tokens."""
+    assert rule_error(engine, verify, other, 3, 20_000, 0.9) < 5
+
+# ------------------------------------------------------------------------------------------------
 # Mutants: one wrong line each, and the experiment that must see it
 # ------------------------------------------------------------------------------------------------
 def mutated(file, old, new):
@@ -1536,8 +1705,8 @@ FORMULAS = [     # what is wrong, file, right source, wrong source
     ("candidates ignored", "nanoflash", 'if self.plan.candidates == "reader":', "if False:"),
     ("newest block not kept", "kernels", "best.masked_fill(block == newest, torch.inf)", "best"),
     ("no sink", "kernels", " + torch.exp(sink[:, None] - top))", ")"),
-    ("query normed per head", "nanoflash", "q = K.rope(self.wq_b(qr).unflatten(1, (c.num_att",
-     "q = K.rope(K.rms_norm(self.wq_b(qr), torch.ones(1), 0).unflatten(1, (c.num_att"),
+    ("query normed per head", "nanoflash", "qr, K.rope(self.wq_b(qr).unflatten(1, (self.c.num_att",
+     "qr, K.rope(K.rms_norm(self.wq_b(qr), torch.ones(1), 0).unflatten(1, (self.c.num_att"),
     ("own pre", "nanoflash", "K.hc_collapse(h, pre), self", "K.hc_collapse(h, pre_next), self"),
     ("comb transposed", "kernels", "comb[:, j, :, None] * h", "comb[:, :, j, None] * h"),
     ("19 Sinkhorn rounds", "kernels", "range(iters - 1):", "range(iters - 2):"),
@@ -1560,7 +1729,7 @@ STATES = [       # right on an uncut prompt, wrong at a seam, a page, or beside 
     ("ring of one slot", "nanoflash", "% RING]                   # read", "% RING - 1]  #"),
     ("pairs end at a seam", "nanoflash", "now.roll(1, 0), before)", "now.roll(1, 0), now)"),
     ("window page freed early", "nanoflash", "seq.n_cached + 1 - self.W]", "seq.n_cached]"),
-    ("history of the batch mate", "nanoflash", "seq.ids[max(0, a", "work[0][0].ids[max(0, a"),
+    ("history of the batch mate", "nanoflash", "tokens[max(0, a", "work[0][0].ids[max(0, a"),
     ("keys of the first slot", "nanoflash", "kv_source].read(slot, group))\n            for",
      "kv_source].read(0, group))\n            for"),
     ("rows in blocks of what comes", "kernels", "    if block is None:\n        return x",
@@ -1599,7 +1768,8 @@ def test_command_line(engine, tmp_path):
     want = engine.generate(["In the beginning"], nf.SamplingParams(12))[0]
     assert run.returncode == 0 and run.stdout == want.text + "\n"
     assert re.fullmatch(r"prompt 9, cached 0, new 12, first_token_s [\d.]+, tokens_per_s [\d.]+, "
-                        r"pages 1\n", run.stderr)
+                        r"pages 1, tokens_a_step [\d.]+, accepted \[[\d., ]+\], draft_s [\d.]+, "
+                        r"forward_s [\d.]+, host_share [\d.]+\n", run.stderr)
     (golden_copy(tmp_path) / "generation_config.json").write_text('{"temperature": 0.0005}')
     model = ("--model", str(tmp_path), "--prompt", "x", "--max-tokens", "2")
     assert "temperature is 0.0005" in command(*model).stderr
