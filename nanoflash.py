@@ -84,10 +84,10 @@ class LayerPlan:
     mode: str                         # "window": no compressed KV; "full": makes latents, keys and
                                       # a selection; "reindex": a selection only; "reuse": nothing;
                                       # "draft": a draft stage, numbered on from the layers
-    kv_source: int | None             # the layer whose latents and index keys this one reads
-    index_source: int | None          # the layer whose selection this one attends to
-    candidates: str | None            # "source" publishes blocks, "reader" scores inside them only
-    engram: int | None                # number of its Engram table
+    kv_source: int | None = None      # the layer whose latents and index keys this one reads
+    index_source: int | None = None   # the layer whose selection this one attends to
+    candidates: str | None = None     # "source" publishes blocks, "reader" scores in them only
+    engram: int | None = None         # number of its Engram table
 
 @dataclass(frozen=True)
 class Config:
@@ -164,9 +164,8 @@ class Config:
                      "must be positive")
         self._check_sizes()
         object.__setattr__(self, "layers", _schedule(self))
-        object.__setattr__(self, "stages", tuple(
-            LayerPlan(len(self.layers) + s, 0, "draft", None, None, None, None)
-            for s in range(self.num_nextn_predict_layers)))
+        stages = range(len(self.layers), len(self.compress_ratios))
+        object.__setattr__(self, "stages", tuple(LayerPlan(i, 0, "draft") for i in stages))
 
     def _check_sizes(self):
         for name, unit in (("head_dim", 32), ("index_head_dim", 32), ("hidden_size", 32),
@@ -471,7 +470,7 @@ def memory(c, dtype=torch.float32, specs=None):
     ratios = [c.layers[i].ratio for i in c.kv_source_layer_ids]
     out["page"] = sum((d // 2 + d // 16 + di // 2 + di // 32) * PAGE // r for r in ratios)
     out["token"] = out["page"] / PAGE
-    out["sequence"] = ((-(-c.sliding_window // PAGE) + 1) * PAGE
+    out["sequence"] = ((-(-c.sliding_window // PAGE) + 2) * PAGE
                        * (len(c.layers) + len(c.stages)) * (d + d // 32)
                        + ratios.count(2) * RING * 2 * d * 4)
     return out
@@ -627,16 +626,15 @@ class Prompt:
 # Cache: all that changes between tokens
 # ================================================================================================
 PAGE = 128          # tokens a page, of global cache and of window rows alike
-RING = 8            # open-pair rows a sequence keeps, by position: more than a step can take back
+RING = 8            # open-pair rows a sequence keeps, by position % 8: a step may take 7 back
 
 class Sequence:
     """One request: what it asked for, its tokens, and the cache that it owns while it runs."""
 
-    def __init__(self, ids, params, limit, decoder=None):
+    def __init__(self, ids, params, decoder=None):
         self.ids = ids                   # [n] prompt, then generated tokens; written by Engine.step
         self.n_prompt = len(ids)
         self.n_cached = 0                # tokens that went through the model: what is visible
-        self.limit = limit               # most tokens it may ever hold, its last one included
         self.params = params
         self.slot = None                 # row of the page tables and rings while it runs
         self.pages = []                  # global pages, in order of position; written by Cache
@@ -661,11 +659,10 @@ class Sequence:
 
     def stats(self):
         """Counts and speed of a finished request, for --stats."""
-        start, *tokens = self.times
-        first, last = (tokens[0], tokens[-1]) if tokens else (start, start)
-        rate = (len(tokens) - 1) / (last - first) if last > first else 0.0
+        first, last = self.times[:2][-1], self.times[-1]
+        rate = (len(self.times) - 2) / (last - first) if last > first else 0.0
         out = {"prompt": self.n_prompt, "cached": 0, "new": len(self.new),
-               "first_token_s": round(first - start, 3), "tokens_per_s": round(rate, 1),
+               "first_token_s": round(first - self.times[0], 3), "tokens_per_s": round(rate, 1),
                "pages": -(-self.n_cached // PAGE)}
         if any(n for n, _ in self.runs):                 # the first token comes without drafts
             made = [1 + accepted for _, accepted in self.runs[1:]]
@@ -748,8 +745,8 @@ class Cache:
                 seq.window[i] = self.window_table[seq.slot, i] = self.free_window.pop()
 
     def trim(self, seq):
-        """Take back the window pages that no later query of seq can see."""
-        for i in [i for i in seq.window if (i + 1) * PAGE <= seq.n_cached + 1 - self.W]:
+        """Take back the window pages that no later query sees, the draft's one row further back."""
+        for i in [i for i in seq.window if (i + 1) * PAGE <= seq.n_cached - self.W]:
             self.window_table[seq.slot, i] = -1
             self.free_window.append(seq.window.pop(i))
 
@@ -772,11 +769,10 @@ class Batch:
         """
         def tensor(x):
             return torch.tensor(x, dtype=torch.int64, device=device)
-        self.spans, ids, pos, slot, classes, end = [], [], [], [], [], 0
+        self.spans, ids, pos, slot, classes = [], [], [], [], []
         for seq, n in work:
             a = seq.n_cached
-            self.spans.append((seq.slot, end, end + n, a))   # slot, first row, end row, position
-            end += n
+            self.spans.append((seq.slot, len(ids), len(ids) + n, a))   # slot, rows, position
             tokens = seq.ids + seq.drafts
             ids += tokens[a : a + n]
             pos += range(a, a + n)
@@ -1128,15 +1124,13 @@ class Draft:
 
     def __init__(self, c, weights, target):
         last = f"mtp.{len(c.stages) - 1}."
-        need(c.dspark_block_size <= RING - 2, f"dspark_block_size {c.dspark_block_size} is beyond "
-             f"{RING - 2}: a step would overwrite open pairs")
         self.c, self.w, self.target = c, weights, target
         self.stages = [Block(c, plan, weights) for plan in c.stages]
         self.main_proj = Linear("mtp.0.main_proj", weights)
         self.main_norm = weights.vector("mtp.0.main_norm.weight")
         self.norm = weights.vector(last + "norm.weight")
-        markov_embed = weights.checkpoint.packed(last + "markov_head.embed.weight")
-        self.markov_embed = markov_embed.to(weights.device)
+        self.markov_embed = weights.checkpoint.dequantized(
+            last + "markov_head.embed", torch.bfloat16, weights.device)
         self.markov_head = Linear(last + "markov_head.head", weights)
         self.confidence = Linear(last + "confidence_head.proj", weights)
 
@@ -1156,8 +1150,8 @@ class Draft:
         """-> per sequence: drafts (n ids), their logits [n, V], survival (n floats).
 
         A block is the anchor, the last id of a sequence, which has not been through the model, and
-        n - 1 noise ids. choose(seq, logits [V], position) -> id. Survival: the estimated chance
-        that a draft and all before it are accepted.
+        n - 1 noise ids, which stay in seq.drafts. choose(seq, logits [V], position) -> id.
+        Survival: the estimated chance that a draft and all before it are accepted.
         """
         n = self.c.dspark_block_size
         for seq in seqs:
@@ -1259,18 +1253,16 @@ class Engine:
         if Path(folder).is_file():
             raise FileNotFoundError(f"{folder} is a file: a checkpoint is a local folder")
         cfg = Config.load(folder)
-        drafting = bool(speculate) and bool(cfg.stages)
+        n = cfg.dspark_block_size if speculate is True or not cfg.stages else speculate
+        need(n == "confidence" or n <= cfg.dspark_block_size < RING, f"speculate is {n}: a block "
+             f"holds {cfg.dspark_block_size} drafts here, and a step at most {RING - 1}")
         m, most = memory(cfg, dtype), max_batch * -(-cfg.max_position_embeddings // PAGE)
-        if max_pages is None:
-            max_pages = max(1, min(most, 2**31 // max(1, m["page"])))
+        max_pages = max_pages or max(1, min(most, 2**31 // max(1, m["page"])))
         prompt = Prompt(folder, cfg.bos_token_id)
         weights = Weights(Checkpoint(folder, cfg), device, dtype, 16 if deterministic else None,
                           not fits(m, device) if lazy is None else lazy)
         model = Transformer(cfg, weights, progress)
-        n = cfg.dspark_block_size if speculate is True else speculate
-        need(n == "confidence" or n <= cfg.dspark_block_size or not drafting, f"speculate is {n}: "
-             f"a block of this checkpoint holds {cfg.dspark_block_size} drafts")
-        draft = Draft(cfg, weights, model) if drafting else None
+        draft = Draft(cfg, weights, model) if n and cfg.stages else None
         return cls(cfg, model, draft, n, prompt, max_batch, max_pages, chunk)
 
     # -- requests ---------------------------------------------------------------------------------
@@ -1290,7 +1282,7 @@ class Engine:
         need(limit <= most, f"{size} exceed the context of {most}")
         need(limit <= self.cache.n_pages * PAGE, f"{size} need {-(-limit // PAGE)} pages of {PAGE} "
              f"tokens, the pool has {self.cache.n_pages}")
-        return Sequence(ids, params, limit, self.prompt.decoder())
+        return Sequence(ids, params, self.prompt.decoder())
 
     def submit(self, prompt, params=SamplingParams()):
         """Queue one prompt (a string or ids); -> its Sequence, which `step` moves on."""
@@ -1303,16 +1295,14 @@ class Engine:
         seq.finish_reason = seq.finish_reason or reason
         self.cache.release(seq)
         for queue in (self.waiting, self.running):
-            if seq in queue:
-                queue.remove(seq)
+            queue[:] = [s for s in queue if s is not seq]
 
     def step(self):
         """Draft, one forward for every running request, judge; -> the sequences that it moved."""
-        start = time.perf_counter()
-        while self.waiting and self.cache.admit(self.waiting[0]):
-            self.running.append(self.waiting.pop(0))
-        work, budget = [], self.chunk
+        start, work, budget = time.perf_counter(), [], self.chunk
         try:
+            while self.waiting and self.cache.admit(self.waiting[0]):
+                self.running.append(self.waiting.pop(0))
             self._draft()
             for seq in sorted(self.running, key=lambda s: not s.decoding):          # decode first
                 n = min(len(seq.ids) + len(seq.drafts) - seq.n_cached, budget)
@@ -1321,6 +1311,7 @@ class Engine:
             work = self._make_room(work)
             if not work and self.waiting:                # a leak must not become a hang
                 raise RuntimeError("no page is free for the next request, and nothing runs")
+            decoding = all(seq.decoding for seq, _ in work)
             if work:
                 self._advance(work)
         except BaseException:
@@ -1329,18 +1320,25 @@ class Engine:
             raise
         seconds = time.perf_counter() - start
         self.seconds["step"] += seconds
-        if all(n == 1 + seq.runs[-1][0] for seq, n in work if seq.runs):      # decode rows alone
+        if work and decoding:
             rows = sum(n for _, n in work)
             count, mean = self.cost.get(rows, (0, 0.0))
             self.cost[rows] = count + 1, mean + (seconds - mean) / min(count + 1, 50)
         return [seq for seq, _ in work]
 
     def _make_room(self, work):
-        """Take the youngest requests out until the step has its pages; they start again later."""
-        while sum(self.cache.lacks(*each) for each in work) > len(self.cache.free_pages):
+        """Where pages lack, do without drafts, then without the youngest requests, which give their
+        pages back and start again later."""
+        def lacking():
+            return sum(self.cache.lacks(*each) for each in work) > len(self.cache.free_pages)
+        if lacking():
+            work = [(seq, n - len(seq.drafts)) for seq, n in work]
+            for seq, _ in work:
+                seq.drafts = []
+        while lacking():
             seq = self.running.pop()
             self.cache.release(seq)
-            seq.n_cached, seq.drafts = 0, []
+            seq.n_cached = 0
             self.waiting.insert(0, seq)
             work = [(s, n) for s, n in work if s is not seq]
         return work
@@ -1351,69 +1349,72 @@ class Engine:
         rows = [range(end - 1 - len(seq.drafts), end)
                 if seq.n_cached + n == len(seq.ids) + len(seq.drafts) else range(0)
                 for (seq, n), end in zip(work, ends)]
-        made, start = [], time.perf_counter()
-
-        def judge(logits):                               # rows of rejected drafts do not stand
-            self.seconds["forward"] += time.perf_counter() - start
-            parts = logits.split([*map(len, rows)])
-            made.extend(self._judge(seq, x) for (seq, _), x in zip(work, parts))
-            return [n - len(x) + len(new) for (_, n), x, new in zip(work, parts, made)]
-        self._forward(work, list(itertools.chain(*rows)), judge)
+        start = time.perf_counter()
+        batch, logits = self._run(work, list(itertools.chain(*rows)))
+        self.seconds["forward"] += time.perf_counter() - start
+        made = [self._judge(seq, x) for (seq, _), x in zip(work, logits.split([*map(len, rows)]))]
+        self._commit(batch, work, [n - len(x) + len(new)         # rejected drafts do not stand
+                                   for (_, n), x, new in zip(work, rows, made)])
         for (seq, _), new in zip(work, made):
             if new:
-                seq.runs.append((len(seq.drafts), len(new) - 1))
-                seq.drafts = []
-                self._emit(seq, new)
+                n_drafts, seq.drafts = len(seq.drafts), []
+                seq.runs.append((n_drafts, self._emit(seq, new) - 1))
 
     @torch.inference_mode()
     def _draft(self):
         """Give every decoding sequence the drafts that this step will judge."""
-        seqs = [s for s in self.running if s.decoding]
-        if not self.draft or not seqs:
-            return
-        most = max(0, self.chunk // len(seqs) - 1)       # no row beyond the last token is needed
-        room = [min(most, s.params.max_tokens - len(s.new) - 1) for s in seqs]
-        seqs, room = [s for s, n in zip(seqs, room) if n], [n for n in room if n]
+        seqs = [s for s in self.running if s.decoding] if self.draft else []
+        most = self.chunk // max(1, len(seqs)) - 1
+        room = {s: min(most, s.params.max_tokens - len(s.new) - 1) for s in seqs}   # and one token
+        seqs = [s for s in seqs if room[s]]
         if not seqs:
             return
 
         def choose(seq, logits, pos):
-            p = seq.params
-            return K.sample(logits, p.temperature, 1.0, p.seed, pos, int(p.verify == "rejection"))
+            p = seq.params                               # the draft's own noise, or the target's
+            stream = 1 if p.verify == "rejection" else 0
+            return K.sample(logits, p.temperature, 1.0, p.seed, pos, stream)
         start = time.perf_counter()
         drafts, logits, survival = self.draft.propose(seqs, self.cache, choose)
-        for seq, n, ids, x, s in zip(seqs, room, drafts, logits, survival):
-            n = min(n, self._worth(s) if self.n_drafts == "confidence" else self.n_drafts)
-            seq.drafts, seq.proposals = ids[:n], x
+        for seq, ids, x, s in zip(seqs, drafts, logits, survival):
+            n = self._worth(s, len(seqs)) if self.n_drafts == "confidence" else self.n_drafts
+            seq.drafts, seq.proposals = ids[: min(n, room[seq])], x
         self.seconds["draft"] += time.perf_counter() - start
 
-    def _worth(self, survival):
+    def _worth(self, survival, n_seqs):
         """How many drafts pay: up to the first whose estimated survival is below the price of a row
         in tokens. It never looks at a later draft, which would bias what is accepted."""
         costs = sorted((rows, mean) for rows, (_, mean) in self.cost.items())
         if len(costs) < 3:                               # learn the price first
             return len(costs)
         (a, least), (b, most) = costs[0], costs[-1]
-        made = [1 + n for seq in self.running for _, n in seq.runs[-8:]]     # tokens a step
-        price = (most - least) / (b - a) / most * sum(made) / len(made)
+        made = [x for seq in self.running for x in seq.runs[-8:]]
+        rows, tokens = (sum(1 + x[i] for x in made) / len(made) * n_seqs for i in (0, 1))
+        row = max(0.0, (most - least) / (b - a))         # seconds; a step: least + (rows - a) * row
+        price = row * tokens / (least + max(0.0, rows - a) * row)
         return next((i for i, s in enumerate(survival) if s < price), len(survival))
 
     @torch.inference_mode()
-    def _forward(self, work, rows, judge=None):
-        """Run the next n tokens of each (sequence, n); -> logits of the given rows.
-
-        judge(logits) -> how many of each sequence's n tokens stand, all by default: a length.
-        """
+    def _run(self, work, rows):
+        """The forward: next n tokens of each (sequence, n) -> batch, logits of the given rows."""
         for seq, n in work:
             self.cache.extend(seq, n)
         batch = Batch(work, self.device, self.ngram)
-        logits = self.model(batch, self.cache, rows)
-        stand = judge(logits) if judge else [n for _, n in work]
+        return batch, self.model(batch, self.cache, rows)
+
+    @torch.inference_mode()
+    def _commit(self, batch, work, stand):
+        """The first stand[i] tokens of the i-th sequence are there to be seen from now on."""
         if self.draft:
             self.draft.commit(batch, stand, self.cache)
         for (seq, _), n in zip(work, stand):
             seq.n_cached += n
             self.cache.trim(seq)
+
+    def _forward(self, work, rows):
+        """Run and commit all tokens of work -> logits of the given rows."""
+        batch, logits = self._run(work, rows)
+        self._commit(batch, work, [n for _, n in work])
         return logits
 
     def _judge(self, seq, logits):
@@ -1430,16 +1431,18 @@ class Engine:
         return new
 
     def _emit(self, seq, new):
-        """Append new ids, up to the one that ends seq."""
+        """Append new ids up to the one that ends seq; -> how many of them."""
         p = seq.params
-        for token in new:
+        for i, token in enumerate(new):
             stop = token == self.cfg.eos_token_id and not p.ignore_eos
             seq.times.append(time.perf_counter())
             seq.ids += [] if stop else [token]
             end = "stop" if stop else "length" if len(seq.new) == p.max_tokens else None
             seq.text += seq.decoder([] if stop else [token], last=end is not None)
             if end:
-                return self.cancel(seq, end)
+                self.cancel(seq, end)
+                break
+        return i + 1
 
     # -- the public calls -------------------------------------------------------------------------
     def logits(self, ids, chunks=None):
@@ -1453,7 +1456,7 @@ class Engine:
         good = all(type(n) is int and n > 0 for n in chunks) and sum(chunks) == seq.n_prompt
         need(good, f"chunks {chunks} do not cut {seq.n_prompt} tokens")
         sizes = [min(self.chunk, n - i) for n in chunks for i in range(0, n, self.chunk)]
-        need(self.cache.admit(seq), f"{-(-seq.limit // PAGE)} pages and a slot are needed, "
+        need(self.cache.admit(seq), f"{-(-seq.n_prompt // PAGE)} pages and a slot are needed, "
              f"{len(self.cache.free_pages)} and {len(self.cache.free_slots)} are free")
         try:
             return torch.cat([self._forward([(seq, n)], slice(None)) for n in sizes])
@@ -1504,11 +1507,12 @@ class Engine:
 def progress(what, done, of):
     """A line on stderr that overwrites itself, if a person is watching."""
     if sys.stderr.isatty():
-        end = "\n" if done == of else ""
-        print(f"\r{what} {done}/{of}", end=end, file=sys.stderr, flush=True)
+        print(f"\r{what} {done}/{of}", end="\n" * (done == of), file=sys.stderr, flush=True)
 
 def arguments(argv):
     """argv -> the parsed options."""
+    def drafts(text):
+        return text if text == "confidence" else int(text)
     p = argparse.ArgumentParser("nanoflash", description="DeepSeek-V4.1-Flash in two files.")
     p.add_argument("--prompt", help="text to continue (with --chat: what the user says)")
     p.add_argument("--model", default=DEFAULT_MODEL, help="a checkpoint's folder (docs/tiny)")
@@ -1520,7 +1524,8 @@ def arguments(argv):
     p.add_argument("--think", action="store_true", help="with --chat: reason first")
     p.add_argument("--effort", type=int, help="with --think: 1 to 100 (75)")
     p.add_argument("--no-speculate", action="store_true", help="decode without drafts")
-    p.add_argument("--drafts", help="most drafts a step, or `confidence`: as many as pay (all)")
+    p.add_argument("--drafts", type=drafts, default=True,
+                   help="most drafts a step, or `confidence`: as many as pay (all)")
     p.add_argument("--verify", choices=("coupled", "rejection"), default="coupled",
                    help="how sampling judges drafts (coupled: the text is that without drafts)")
     p.add_argument("--no-replay", action="store_true", help="accepted; prefill is exact so far")
@@ -1534,8 +1539,6 @@ def arguments(argv):
     args = p.parse_args(argv)
     if args.prompt is None and not args.plan:
         p.error("--prompt (or --plan) is needed")
-    if args.drafts is not None and not (args.drafts.isdecimal() or args.drafts == "confidence"):
-        p.error(f"--drafts {args.drafts} is no number and not `confidence`")
     for flag, wants in (("think", "chat"), ("effort", "chat"), ("ranks", "plan")):
         if getattr(args, flag) not in (None, False) and not getattr(args, wants):
             p.error(f"--{flag} goes with --{wants}")
@@ -1544,11 +1547,10 @@ def arguments(argv):
 def run(args):
     """Print the plan, or the continuation of one prompt as it is made."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype]
-    ranks = os.environ.get("WORLD_SIZE") or "1"                      # set by torchrun
     if args.plan:
         ranks = 1 if args.ranks is None else args.ranks
-        print(plan(Config.load(args.model), dtype or torch.float32, ranks))
-        return
+        return print(plan(Config.load(args.model), dtype or torch.float32, ranks))
+    ranks = os.environ.get("WORLD_SIZE") or "1"                      # set by torchrun
     need(ranks == "1", f"this version runs on one rank, not on {ranks}")
     path = Path(args.model) / "generation_config.json"
     defaults = _json(path) if path.is_file() else {}
@@ -1556,9 +1558,8 @@ def run(args):
     t = defaults.get("temperature", 0) if args.temperature is None else args.temperature
     top_p = defaults.get("top_p", 1) if args.top_p is None else args.top_p
     params = SamplingParams(args.max_tokens, t, top_p, args.seed, verify=args.verify)
-    n = int(args.drafts) if (args.drafts or "").isdecimal() else args.drafts or True
     engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
-                         max_batch=1, speculate=False if args.no_speculate else n,
+                         max_batch=1, speculate=not args.no_speculate and args.drafts,
                          progress=progress)
     if memory(engine.cfg)["weights"] < 2**28:
         torch.set_num_threads(1)                 # on small tensors a second thread only costs

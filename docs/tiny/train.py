@@ -1,12 +1,13 @@
 """Train the tiny checkpoint: the whole model, 8 million parameters, on two CPU cores.
 
-    python docs/tiny/train.py            # from text.xz to model.safetensors; resumes where it stopped
+    python docs/tiny/train.py            # from text.xz to model.safetensors; goes on where it was
     python docs/tiny/train.py --smoke    # every stage, a few steps each, in a scratch folder
     python docs/tiny/train.py --eval     # bits per byte and accepted drafts of the checkpoint here
 
-The training model is the slow reference of test_nanoflash.py, with those parts batched that look
-across tokens. Two processes of one thread each share the parameters: each makes gradients of its
-half of the batch, then each steps its half of the tensors.
+It needs the `test` extra of pyproject.toml and the whole repository: the training model is the slow
+reference of test_nanoflash.py, with those parts batched that look across tokens. Two processes of one
+thread each share the parameters: each makes gradients of its half of the batch, then steps its half
+of the tensors.
 
 Letters: B sequences, T tokens of each, R = B*T rows, n blocks of W tokens; else as in nanoflash.py.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).resolve().parent
@@ -31,6 +32,7 @@ import kernels as K                                                      # noqa:
 import nanoflash as nf                                                   # noqa: E402
 from test_nanoflash import Reference, token_classes                      # noqa: E402
 
+torch.multiprocessing.set_sharing_strategy("file_system")               # else a file a tensor
 WORKERS = 2                # processes; part of the recipe, since each draws its own dropout
 MUON_RATE, ADAM_RATE, DECAY, BIAS_RATE, INDEX_WEIGHT = 3.75e-3, 2.5e-3, 0.1, 0.003, 0.05
 TEMPERATURE = 0.7          # of the demonstration
@@ -82,7 +84,7 @@ def config(vocab_size):
         "engram_head_dim": 32, "engram_vocab_size": 1500, "engram_pad_token_id": PAD,
         "num_nextn_predict_layers": 3, "dspark_block_size": 5, "dspark_noise_token_id": NOISE,
         "dspark_target_layer_ids": [5, 6, 7], "dspark_markov_rank": 32,
-        "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
+        "dspark_n_routed_experts": 6, "dspark_num_experts_per_tok": 2,
         "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD,
         "tie_word_embeddings": False,
     }
@@ -137,12 +139,11 @@ class Model(Reference):
     """Reference, over `shape` = (B, T): rows are B sequences of T tokens, one after the other."""
     shape, dense, dropout, replay, training = None, False, 0.0, None, False
     index_weight = 0.0
-    first_decoder = 4
 
     def run(self, ids, trace=None):
         """ids [B, T] -> logits [B, T, V]; fills trace, where index_loss is to be minimized."""
         trace = {} if trace is None else trace
-        trace["index_loss"], self.shape = 0, ids.shape
+        trace["index_loss"], self.shape = torch.zeros(()), ids.shape
         return self.forward(ids.flatten(), trace).unflatten(0, ids.shape)
 
     def norm(self, x, name):
@@ -184,7 +185,8 @@ class Model(Reference):
         i, j = torch.arange(W)[:, None], torch.arange(2 * W)
         hidden = ((j <= i) | (j > i + W)).expand(n, W, 2 * W).clone()       # [n, W, 2W]
         hidden[0, :, :W] = True
-        if self.replay is not None and layer > self.first_decoder:          # those rows never ran
+        first_decoder = c["compress_ratios"].index(1)
+        if self.replay is not None and layer > first_decoder:               # those rows never ran
             at = torch.arange(n)[:, None, None] * W - W
             hidden |= (at + j < self.replay) & (at + W + i >= self.replay)
         logits = q.view(B, n, W * H, d) @ kv.mT * d**-0.5                   # [B, n, W*H, 2W]
@@ -206,7 +208,7 @@ class Model(Reference):
             if self.index_weight:
                 mass = far.detach().view(B, T, H, -1).sum(2)
                 mass = mass / (mass.sum(-1, keepdim=True) + 1e-9)
-                trace["index_loss"] = trace["index_loss"] - (mass * trace["index_log"]).sum() / B / T
+                trace["index_loss"] -= (mass * trace["index_log"]).sum() / B / T
         o = self.rope(o, -position, ratio).view(B * T, c["o_groups"], -1)
         wo_a = p[name + "wo_a.weight"].unflatten(0, (c["o_groups"], -1))
         o = torch.einsum("tgi,goi->tgo", o, wo_a).flatten(1) @ p[name + "wo_b.weight"].T
@@ -221,7 +223,8 @@ class Model(Reference):
         latent = self.norm(latent.sum(1), name + "compressor.norm.weight")
         key = latent.detach() @ p[name + "indexer.wk.weight"].T
         key = self.norm(key, name + "indexer.k_norm.weight")
-        latent, key = (self.rope(a, torch.arange(G).repeat(B) * ratio, ratio) for a in (latent, key))
+        position = torch.arange(G).repeat(B) * ratio
+        latent, key = (self.rope(a, position, ratio) for a in (latent, key))
         trace["latents"] = self.stored(latent, "nvfp4").view(B, G, -1)
         trace["keys"] = self.stored(key, "mxfp4").view(B, G, -1)
 
@@ -258,10 +261,11 @@ class Model(Reference):
     def experts(self, x, name, k, trace):
         """x [R, D] -> [R, D]; counts the tokens of each expert."""
         p, limit, E = self.params, self.config["swiglu_limit"], len(self.params[name + "gate.bias"])
+        scale = self.config["routed_scaling_factor"]
         score = F.softplus(x @ p[name + "gate.weight"].T).sqrt()
         top = (score + p[name + "gate.bias"]).topk(k).indices
         weight = score.gather(1, top)
-        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20) * self.config["routed_scaling_factor"]
+        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20) * scale
         order = top.flatten().sort(stable=True).indices
         count = trace[name + "count"] = top.flatten().bincount(minlength=E)
         token = order // k
@@ -376,7 +380,8 @@ class Shared:
     """What the processes of one stage share: parameters, gradients, moments, expert counts."""
 
     def __init__(self, folder, cfg, classes, params, data, stage):
-        self.folder, self.cfg, self.classes, self.data, self.stage = folder, cfg, classes, data, stage
+        self.folder, self.cfg, self.classes = folder, cfg, classes
+        self.data, self.stage = data, stage
         self.params, self.step, self.seconds = params, 0, 0.0
         self.names = [n for n in params if n.startswith("mtp.") == stage["draft"]
                       and not n.endswith(("gate.bias", "bias_vl"))]
@@ -392,7 +397,7 @@ class Shared:
             self.params, self.moments = params | saved["params"], saved["moments"]
             self.step, self.seconds = saved["step"], saved["seconds"]
         every = [self.params, *self.grads, dict(enumerate([self.counts, self.losses, self.norms])),
-                 *({i: x[i] for x in [state] for i in (0, 1)} for state in self.moments.values())]
+                 *map(dict, map(enumerate, self.moments.values()))]
         for tensors in every:
             for x in tensors.values():
                 x.share_memory_()
@@ -596,33 +601,30 @@ def draft_loss(model, shared, rank, step):
     hard = (F.cross_entropy(logits.movedim(-1, 1), best, reduction="none") * weight).mean()
     soft, variation = -(p * q).sum(-1).mean(), (p - q.exp()).abs().sum(-1).mean() / 2
     right = (logits.argmax(-1) == best) & greedy_so_far
-    reached = F.pad(right[..., :-1].cumprod(-1).bool(), (1, 0), value=True)
+    reached = F.pad(right[..., :-1].cumprod(-1).bool(), (1, 0), value=True) & greedy_so_far
     confidence = F.binary_cross_entropy_with_logits(sure, right.float(), weight=reached.float())
     mix = min(1.0, max(0.0, (done - 0.2) / 0.3)) * stage["hard"]
     return mix * hard + (1 - mix) * soft + variation + confidence, trace | {"shown": variation}
 
 @torch.no_grad()
-def accepted(model, ids, start):
-    """ids [B, T], greedy from position `start` on -> tokens a step of the loop that drafts from
-    `start` on; of the steps it takes, the accepted drafts [steps] and the draft's own estimate of
-    the survival of each [steps, n]."""
-    n, T, runs, sure = model.config["dspark_block_size"], ids.shape[1], [], []
+def tokens_a_step(model, ids, start):
+    """ids [B, T], greedy from position `start` on -> tokens a step of a loop that drafts from there."""
+    n, T, runs = model.config["dspark_block_size"], ids.shape[1], []
     anchors = torch.arange(start, T - n)
     for x in ids:
-        logits, raw, _, true, _ = draft_rows(model, x[None], anchors[None])
+        logits, _, _, true, _ = draft_rows(model, x[None], anchors[None])
         run = (logits.argmax(-1) == true).cumprod(-1).sum(-1)[0].tolist()
         at = 0
         while at < len(run):
             runs.append(run[at])
-            sure.append(raw[0, at].sigmoid().cumprod(-1))
             at += run[at] + 1
-    return 1 + sum(runs) / len(runs), torch.tensor(runs), torch.stack(sure)
+    return 1 + sum(runs) / len(runs)
 
 def draft_check(model, shared):
     """-> tokens a step on some of the continuations, which the draft has seen."""
     model.index_weight = 0.0
     _, greedy, start = shared.data
-    return {"tokens_a_step": round(accepted(model, greedy[:32], start)[0], 3)}
+    return {"tokens_a_step": round(tokens_a_step(model, greedy[:32], start), 3)}
 
 LOSSES = {"target": target_loss, "draft": draft_loss}
 CHECKS = {"target": target_check, "draft": draft_check}
@@ -637,16 +639,14 @@ def packed(x, form):
     blocks = blocks.unflatten(1, (-1, 32)).unflatten(0, (-1, height))        # [o, height, i, 32]
     largest = 6.0 if per_byte == 2 else 448.0
     top = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-20) / largest
-    best = None
+    tried = []
     for less in (0, 1) if per_byte == 2 else (0,):            # clipping the largest may pay in FP4
         scale = 2.0 ** (top.log2().ceil() - less)
         y = (blocks / scale).clamp(-largest, largest)
         value = K.E2M1[K._e2m1_code(y).long()] if per_byte == 2 else y.to(K.E4M3).float()
-        error = (value * scale - blocks).square().sum((1, 3), keepdim=True)
-        best = best or (error, value, scale)
-        worse = best[0] <= error
-        best = [torch.where(worse, a, b) for a, b in zip(best, (error, value, scale))]
-    _, value, scale = best
+        tried.append(((value * scale - blocks).square().sum((1, 3), keepdim=True), value, scale))
+    worse = tried[0][0] > tried[-1][0]
+    value, scale = (torch.where(worse, b, a) for a, b in zip(tried[0][1:], tried[-1][1:]))
     value = value.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
     scale = scale.flatten(2).flatten(0, 1).log2().add(127).to(torch.uint8).view(K.E8M0)
     if per_byte == 2:
@@ -671,7 +671,7 @@ def export(folder, cfg, params):
                 for part, y in zip(("w1", "w3") if kind == "w13" else ("w2",),
                                    w.chunk(2) if kind == "w13" else (w,)):
                     flat[f"{at}experts.{e}.{part}.weight"] = y
-        if kind == "" and name.endswith("gate.bias"):
+        if name.endswith("gate.bias"):
             flat[name + "_vl"] = x                            # no image was ever seen
     tensors = {}
     for name, spec in nf.inventory(nf.Config.load(folder)).items():
@@ -742,9 +742,9 @@ def curve(folder):
         line = " ".join(f"{left + 280 * x / end:.1f},"
                         f"{220 - 180 * (y - low) / (high - low or 1):.1f}" for x, y in points)
         out += [f'<text x="{left}" y="24">{title}, over {end} minutes</text>',
-                f'<polyline fill="none" stroke="#999" points="{left},40 {left},220 {left + 280},220"/>',
+                f'<path fill="none" stroke="#999" d="M{left} 40V220H{left + 280}"/>',
                 f'<polyline fill="none" stroke="#06c" stroke-width="2" points="{line}"/>',
-                f'<text x="{left - 40}" y="{44 if key[0] == "b" else 44}">{high:.3f}</text>',
+                f'<text x="{left - 40}" y="44">{high:.3f}</text>',
                 f'<text x="{left - 40}" y="224">{low:.3f}</text>',
                 f'<text x="{left}" y="240">0</text>',
                 f'<text x="{left + 265}" y="240">{end}</text>']
@@ -787,22 +787,29 @@ def evaluate(folder, n_prompts=192, new=64):
           f"({b / a - 1:+.2%})")
     engine = nf.Engine.load(folder, "cpu", torch.float32, max_batch=32)
     starts = prefixes(stream(tokenizer, texts), n_prompts, CONTINUED[0], 2)
+    propose, survival = engine.draft.propose, {}
+
+    def observed(seqs, *args):
+        out = propose(seqs, *args)
+        for seq, sure in zip(seqs, out[2]):
+            survival.setdefault(seq, []).append(sure)
+        return out
+    engine.draft.propose = observed
     for t, verify in ((0.0, "coupled"), (1.0, "coupled"), (1.0, "rejection")):
         seqs = [engine.submit(p, nf.SamplingParams(new, t, 1.0, i, True, verify))
                 for i, p in enumerate(starts)]
         while engine.step():
             pass
         seqs = [s for s in seqs if not loops(s.new)]
-        runs = torch.tensor([n for s in seqs for _, n in s.runs[1:]]).float()
-        print(f"temperature {t:g}, {verify if t else 'greedy'}: {1 + runs.mean():.3f} tokens a step "
-              f"on {len(seqs)} of {n_prompts} prompts, the others loop")
-        if t == 0:
-            rate, runs, sure = accepted(packed_, torch.tensor([s.ids for s in seqs]), CONTINUED[0])
-            print(f"  the same by the training model: {rate:.3f}")
-            for i, predicted in enumerate(sure.mean(0).tolist()):
-                real = (runs > i).float().mean().item()
-                print(f"  survival of draft {i + 1}: measured {real:.3f}, predicted {predicted:.3f} "
-                      f"({predicted / max(real, 1e-9) - 1:+.1%})")
+        steps = [(n, sure) for s in seqs for (full, n), sure in zip(s.runs[1:], survival[s])
+                 if full == len(sure)]                   # not those that max_tokens cut short
+        runs, sure = torch.tensor([n for n, _ in steps]), torch.tensor([x for _, x in steps])
+        print(f"temperature {t:g}, {verify if t else 'greedy'}: {1 + runs.float().mean():.3f} "
+              f"tokens a step on {len(seqs)} of {n_prompts} prompts, the others loop")
+        for i, predicted in enumerate(sure.mean(0).tolist()):
+            real = (runs > i).float().mean().item()
+            print(f"  survival of draft {i + 1}: {real:.3f}"
+                  + f", predicted {predicted:.3f} ({predicted / real - 1:+.1%})" * (t == 0))
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -812,8 +819,8 @@ def main():
     args = p.parse_args()
     if args.smoke:
         with tempfile.TemporaryDirectory() as folder:
-            run(Path(folder), TARGET | {"steps": 8, "every": 8},
-                DRAFT | {"steps": 8, "every": 8, "prefixes": 16})
+            run(Path(folder), TARGET | {"steps": 4, "every": 4},
+                DRAFT | {"steps": 4, "every": 4, "prefixes": 16})
             return
     if args.eval:
         return evaluate(HERE)
