@@ -1182,7 +1182,7 @@ class SamplingParams:
 
     verify: the rule for drafts at temperature > 0, both exact in distribution. "coupled": draft and
     target draw with the same noise, so the text is the same as without drafts. "rejection": accepts
-    a little more often; the text for a seed is another than without drafts.
+    a little more often; the text for a seed depends on how many drafts its steps had.
     """
     max_tokens: int = 128
     temperature: float = 0.0
