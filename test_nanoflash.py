@@ -1600,6 +1600,24 @@ def test_drafts_change_no_token(engine, monkeypatch):
     with pytest.raises(ValueError, match="speculate is 6: a block holds 5 drafts here"):
         nf.Engine.load(GOLDEN, speculate=6)
 
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_a_perfect_draft_is_accepted_whole(verify, engine, monkeypatch):
+    """A draft that has the target's own logits, and is refused: its noise is that of another
+    position, seed or purpose, or the rule compares the wrong rows."""
+    params, ids = nf.SamplingParams(20, 0.8, 1.0, 3, True, verify), list(IDS["rand5"])
+    rows = {}
+
+    def propose(seqs, cache, choose):
+        path = list(seqs[0].ids)
+        for i in range(5):
+            row = rows.setdefault(tuple(path), None)
+            row = rows[tuple(path)] = engine.logits(path)[-1] if row is None else row
+            path.append(choose(seqs[0], row, len(path)))
+        logits = torch.stack([rows[tuple(path[:n])] for n in range(len(seqs[0].ids), len(path))])
+        return [path[-5:]], [logits], [[1.0] * 5]
+    monkeypatch.setattr(engine.draft, "propose", propose)
+    assert engine.generate([ids], params)[0].stats["accepted"] == [1.0] * 5
+
 def test_ends_inside_an_accepted_run(engine, monkeypatch):
     """A stop token among accepted drafts is overrun, or its reason is wrong; max_tokens overshot;
     streamed text that is not the final one."""
