@@ -40,9 +40,7 @@ import kernels as K
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "tiny"
 
-# ================================================================================================
-# Config: config.json, checked, and one LayerPlan per layer
-# ================================================================================================
+# == Config: config.json, checked, and one LayerPlan per layer =====================================
 # keys that change the arithmetic, with the one value that is computed here (if absent, too)
 REQUIRED = {
     "hidden_act": "silu", "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
@@ -50,13 +48,10 @@ REQUIRED = {
     "num_key_value_heads": 1, "tie_word_embeddings": False, "expert_dtype": "fp4",
     "quantization_config.quant_method": "fp8", "quantization_config.fmt": "e4m3",
     "quantization_config.weight_block_size": (32, 32), "quantization_config.scale_fmt": "ue8m0",
-    "quantization_config.activation_scheme": "dynamic", "rope_scaling.rope_type": "yarn",
-}
+    "quantization_config.activation_scheme": "dynamic", "rope_scaling.rope_type": "yarn"}
 # keys that say nothing about the arithmetic of text
-INERT = {
-    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "initializer_range", "attention_dropout", "pad_token_id", "auto_map",
-}
+INERT = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map",
+         "initializer_range", "attention_dropout", "pad_token_id", "use_cache"}
 RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engram_pad_token_id"}
 # a mechanism's keys stand together: all of this prefix, and the one that turns it on
 SWITCHES = {"candidate_": "candidate_source_layer_id", "engram_": "engram_layer_ids",
@@ -68,8 +63,7 @@ KINDS = {              # annotation -> what it stands for, and whether a value i
     "tuple": ("a list of whole numbers from 0 below 2^31",
               lambda x: type(x) is tuple and all(map(KINDS["int"][1], x))),
     "dict": ("an object with whole numbers as sizes",
-             lambda x: type(x) is dict and all(KINDS["int"][1](x.get(n, 0)) for n in VISION)),
-}
+             lambda x: type(x) is dict and all(KINDS["int"][1](x.get(n, 0)) for n in VISION))}
 
 def need(condition, message):
     """Raise ValueError(message) unless the condition holds: the one way bad input is refused."""
@@ -114,16 +108,13 @@ class Config:
     dspark_block_size: int = 0; dspark_noise_token_id: int = 0; dspark_markov_rank: int = 0
     dspark_n_routed_experts: int = 0; dspark_num_experts_per_tok: int = 0
     vision_config: dict = field(default_factory=dict)            # sizes only: images are never read
-    layers: tuple = field(init=False, default=())
-    stages: tuple = field(init=False, default=())
+    layers: tuple = field(init=False, default=()); stages: tuple = field(init=False, default=())
 
     @classmethod
     def load(cls, path):
         """Read config.json, composite with `text_config` or flat; path: the file or its folder."""
         path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise FileNotFoundError(f"no config.json at {path}: a checkpoint is a local folder")
+        path = path if path.is_file() else path / "config.json"
         raw = _json(path)
         try:
             return cls.read(raw)
@@ -156,18 +147,11 @@ class Config:
 
     def __post_init__(self):
         for f in fields(self):
-            value, kind = getattr(self, f.name), f.type.split()[0]
-            if f.init and not (value is None and "None" in f.type):
-                what, is_one = KINDS[kind]
+            value, (what, is_one) = getattr(self, f.name), KINDS[f.type.split()[0]]
+            if not (value is None and "None" in f.type):
                 need(is_one(value), f"{f.name} is {value!r:.60}, not {what}")
                 need(value != 0 or f.default == 0 or f.name.endswith("_id"), f"{f.name} is 0, it "
                      "must be positive")
-        self._check_sizes()
-        object.__setattr__(self, "layers", _schedule(self))
-        stages = range(len(self.layers), len(self.compress_ratios))
-        object.__setattr__(self, "stages", tuple(LayerPlan(i, 0, "draft") for i in stages))
-
-    def _check_sizes(self):
         for name, unit in (("head_dim", 32), ("index_head_dim", 32), ("hidden_size", 32),
                            ("moe_intermediate_size", 32), ("engram_head_dim", 32),
                            ("qk_rope_head_dim", 2), ("num_attention_heads", self.o_groups)):
@@ -187,8 +171,11 @@ class Config:
         need(n == tables, f"{n} engram layers but {tables} engram_num_embeddings")
         need(not n or self.engram_max_ngram_size >= 2, "engram_max_ngram_size is below 2")
         need(min(self.rope_theta, self.compress_rope_theta) > 1, "a rope theta is not above 1")
+        vars(self).update(zip(("layers", "stages"), _schedule(self)))          # else it is frozen
 
 def _json(path):
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path.name} at {path.parent}: a checkpoint is a local folder")
     try:
         return json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as e:
@@ -206,17 +193,15 @@ def _flatten(raw):
             yield key, value
 
 def _schedule(c):
-    """compress_ratios and the source lists -> one LayerPlan per backbone layer, checked."""
+    """compress_ratios and the source lists -> LayerPlans of the layers, of the stages; checked."""
     L, ratios, cand = c.num_hidden_layers, c.compress_ratios, c.candidate_source_layer_id
-    stages = c.num_nextn_predict_layers
-    need(len(ratios) == L + stages, f"compress_ratios has {len(ratios)} entries for {L} layers and "
-         f"{stages} draft stages")
+    need(len(ratios) == L + c.num_nextn_predict_layers, f"compress_ratios has {len(ratios)} "
+         f"entries for {L} layers and {c.num_nextn_predict_layers} draft stages")
     need(set(ratios[L:]) <= {0}, "a draft stage must have compress ratio 0")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
                  "dspark_target_layer_ids"):
-        ids = getattr(c, name)
-        need(all(i < L for i in ids) and list(ids) == sorted(set(ids)), f"{name} {list(ids)} must "
-             f"ascend within 0..{L - 1}")
+        ids = list(getattr(c, name))
+        need(ids == sorted({*ids} & {*range(L)}), f"{name} {ids} must ascend within 0..{L - 1}")
     need(cand is None or cand in c.index_source_layer_ids and c.candidate_topk_blocks
          and c.candidate_block_size, f"candidate source {cand} is no index source, or the number "
          "or size of its blocks is 0")
@@ -240,11 +225,10 @@ def _schedule(c):
         plans.append(LayerPlan(i, ratio, mode, kv if ratio else None, index if ratio else None,
                                "source" if i == cand else "reader" if reader else None,
                                c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None))
-    return tuple(plans)
+    stages = (LayerPlan(i, 0, "draft") for i in range(L, len(ratios)))
+    return tuple(plans), tuple(stages)
 
-# ================================================================================================
-# Checkpoint: the expected inventory, the mapped files, the memory plan
-# ================================================================================================
+# == Checkpoint: the expected inventory, the mapped files, the memory plan =========================
 # Every tensor of the published layout. A line: part, family, format, then
 # `name shape` items; the letters of shapes are those of `inventory`.
 LAYOUT = """
@@ -303,7 +287,7 @@ def inventory(c):
     """Config -> {name: Spec} of every tensor, text, draft and image, that a checkpoint holds."""
     D, S, H, d, m, w = (c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim,
                         c.dspark_markov_rank, c.engram_head_dim)
-    Hi, di, stages = c.index_n_heads, c.index_head_dim, c.num_nextn_predict_layers
+    Hi, di = c.index_n_heads, c.index_head_dim
     v, i, patch, down, vision_depth = (c.vision_config.get(x, 0) for x in VISION)
     letters = {
         "V": c.vocab_size, "D": D, "S": S, "H": H, "d": d, "Q": c.q_lora_rank, "M": (2 + S) * S,
@@ -314,33 +298,30 @@ def inventory(c):
         "av": down**2 * v, "3pp": 3 * patch**2, "1": 1, "3": 3}
     parts, specs = {}, {}
     for part, family, form, items in (x.split(None, 3) for x in LAYOUT.strip().split("\n")):
-        parts.setdefault(part, []).append((family, form, [x.split() for x in items.split(";")]))
+        parts.setdefault(part, []).extend((family, form, *x.split()) for x in items.split(";"))
 
     def add(at, part, draft=""):
-        for family, form, items in parts[part]:
-            for name, *shape in items:
-                shape = tuple(letters[x] for x in shape)
-                if form in PLAIN:
-                    specs[at + name] = Spec(PLAIN[form], shape, draft + family)
-                    continue
+        for family, form, name, *shape in parts[part]:
+            shape, family = tuple(letters[x] for x in shape), draft + family
+            if form in PLAIN:
+                specs[at + name] = Spec(PLAIN[form], shape, family)
+            else:
                 (dtype, per_byte, rows), (n_out, n_in) = PACKED[form], shape
-                for end, kind, size in ((".weight", dtype, (n_out, n_in // per_byte)),
-                                        (".scale", "F8_E8M0", (-(-n_out // rows), -(-n_in // 32)))):
-                    specs[at + name + end] = Spec((kind,), size, draft + family)
+                scale = -(-n_out // rows), -(-n_in // 32)
+                specs[at + name + ".weight"] = Spec((dtype,), (n_out, n_in // per_byte), family)
+                specs[at + name + ".scale"] = Spec(("F8_E8M0",), scale, family)
     add("", "top")
-    for s, p in enumerate([*c.layers, *[None] * stages]):               # None: a draft stage
-        at, draft = (f"layers.{s}.", "") if p else (f"mtp.{s - len(c.layers)}.", "draft_")
-        letters["E"] = c.n_routed_experts if p else c.dspark_n_routed_experts
-        letters["R"] = c.engram_num_embeddings[p.engram] if p and p.engram is not None else 0
+    for p in (*c.layers, *c.stages):
+        stage, draft = p.index - len(c.layers), "draft_" * (p.mode == "draft")
+        at = f"mtp.{stage}." if draft else f"layers.{p.index}."
+        letters["E"] = c.dspark_n_routed_experts if draft else c.n_routed_experts
+        letters["R"] = 0 if p.engram is None else c.engram_num_embeddings[p.engram]
         add(at, "block", draft)
         for e in range(letters["E"]):
             add(f"{at}ffn.experts.{e}.", "expert", draft)
-        for part, there in (("index", p and p.mode in ("full", "reindex")),
-                            ("full", p and p.mode == "full"),
-                            ("pair", p and p.mode == "full" and p.ratio == 2),
-                            ("engram", letters["R"]),
-                            ("first_draft", at == "mtp.0."),
-                            ("last_draft", at == f"mtp.{stages - 1}.")):
+        for part, there in (("index", p.mode in ("full", "reindex")), ("full", p.mode == "full"),
+                            ("pair", p.mode == "full" and p.ratio == 2), ("engram", letters["R"]),
+                            ("first_draft", stage == 0), ("last_draft", p in c.stages[-1:])):
             if there:
                 add(at, part)
     for n in range(vision_depth):
@@ -402,7 +383,6 @@ class Checkpoint:
                 ends.append((begin, end))
                 need(dtype not in DTYPES or end - begin == DTYPES[dtype].itemsize * math.prod(
                      map(operator.index, shape)), f"the bytes of {name} do not fit its shape")
-            # each tensor begins where the one before it ends
             ends = [8 + n, *itertools.chain(*sorted(ends)), size]
             need(ends[::2] == ends[1::2], "its tensors do not fill it one after the other")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -429,6 +409,17 @@ class Checkpoint:
             self.at[n][0].madvise(mmap.MADV_DONTNEED)
         return out
 
+    def stored(self, name):
+        """`name` or `name`.weight as it is in the file, and its scale as bytes or None."""
+        w = self.packed(name if name in self.at else name + ".weight")
+        nan = (w.view(torch.uint8) & 127) == 127 if w.dtype == K.E4M3 else w.isnan()
+        need(not nan.any(), f"{name} holds NaN")
+        if name + ".scale" not in self.at:
+            return w, None
+        scale = self.packed(name + ".scale")
+        check_scale(name, scale)
+        return w, scale.view(torch.uint8)
+
     def read_at_random(self, name):
         """Tell the system not to read ahead in this table: tokens want single rows."""
         for n in (name + ".weight", name + ".scale"):
@@ -444,21 +435,16 @@ def check_scale(name, scale):
 def _some(names):
     return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
 
-def _loaded(name):
-    """Is it in the sums of `memory`? Not images, nor what stays mapped on a CPU."""
-    return not (name.startswith(("vision.", "aligner.", "image_", "embed."))
-                or name.endswith(("markov_head.embed.weight", ".scale", "bias_vl"))
-                or ".engram.embed." in name)
-
 def memory(c, dtype=torch.float32, specs=None):
     """Config -> bytes by use, for activations (and dequantized weights) of dtype.
 
     held: vectors and mHC matrices in fp32. weights: all matrices, dequantized. largest: the largest
     one while --lazy uses it. token, page: global cache. sequence: window pages and open pairs.
+    Images do not count, nor do embeddings and tables, which stay mapped.
     """
     out = {"held": 0, "weights": 0, "largest": 0}
     for name, spec in (specs or inventory(c)).items():
-        if _loaded(name):
+        if spec.family != "vision" and not name.endswith((".scale", "embed.weight", "bias_vl")):
             n = math.prod(spec.shape) * (2 if spec.dtypes == ("I8",) else 1)
             if len(spec.shape) == 1 or spec.dtypes == ("F32",) or name.endswith("_weight"):
                 out["held"] += 4 * n
@@ -486,20 +472,18 @@ def plan(c, dtype=torch.float32, ranks=1):
     counts = [n for n in (c.n_routed_experts, c.dspark_n_routed_experts) if n]
     need(ranks >= 1 and not any(n % ranks for n in counts), f"--ranks {ranks} does not divide the "
          f"experts of a layer, {' and '.join(map(str, counts))} with the draft's")
-    specs = inventory(c)
-    families, m, modes = {}, memory(c, dtype, specs), [p.mode for p in c.layers]
+    specs, families, modes = inventory(c), {}, [p.mode for p in c.layers]
     for spec in specs.values():
-        count, total = families.get(spec.family, (0, 0))
-        families[spec.family] = count + 1, total + spec.nbytes
-    total = sum(b for _, b in families.values())
-    experts = sum(b for f, (_, b) in families.items() if f.endswith("experts"))
-    tables = families.get("engram_tables", (0, 0))[1]
+        families.setdefault(spec.family, []).append(spec.nbytes)
+    total, experts, tables = (sum(sum(b) for f, b in families.items() if f.endswith(end))
+                              for end in ("", "experts", "tables"))
+    m = memory(c, dtype, specs)
     kinds = ", ".join(f"{modes.count(x)} {x}" for x in dict.fromkeys(modes))
     each = total - tables - experts + experts // ranks
     return "\n".join([
         f"{len(modes)} layers ({kinds}) and {c.num_nextn_predict_layers} draft stages",
         f"checkpoint: {len(specs):,} tensors, {_size(total)}",
-        *(f"  {f:20}{n:>8,} tensors {_size(b):>10}" for f, (n, b) in families.items()),
+        *(f"  {f:20}{len(b):>8,} tensors {_size(sum(b)):>10}" for f, b in families.items()),
         f"cache: {m['token']:g} bytes of global cache a token, {_size(m['page'])} a page of {PAGE}",
         f"  {_size(m['sequence'])} more a sequence: its window pages, its open pairs",
         f"  {_size(m['token'] * c.max_position_embeddings + m['sequence'])} for the full context, "
@@ -515,9 +499,7 @@ def _size(n):
     unit = max(i for i in range(5) if i == 0 or n >= 1024**i)
     return f"{n:,.0f} B" if unit == 0 else f"{n / 1024**unit:.1f} {' KMGT'[unit]}iB"
 
-# ================================================================================================
-# Prompt: text to ids and back
-# ================================================================================================
+# == Prompt: text to ids and back ==================================================================
 class Mark(str):
     """A template mark, told from text by its type: user text is never scanned for marks."""
 
@@ -541,11 +523,9 @@ def chat_pieces(messages, thinking=True, effort="high", response_format=None):
 
     messages: dicts of role ("system", "user", "assistant", "latest_reminder") and content; a last
     assistant message with prefix=True is left open for the model to go on. effort: low, high, max
-    or 1..100. response_format: a JSON schema as a string, or "json_object". Past reasoning is
-    dropped.
+    or 1..100. response_format: a JSON schema's text or "json_object". Past reasoning is dropped.
     """
-    need(messages and isinstance(messages, (list, tuple)), "a chat needs a list with at least one "
-         "message")
+    need(messages and isinstance(messages, list | tuple), "a chat is a list, at least one message")
     effort = EFFORT.get(effort, effort) if isinstance(effort, str) else effort
     need(type(effort) is int and 1 <= effort <= 100, f"effort is {effort!r}, not 1..100, low, high "
          "or max")
@@ -558,23 +538,17 @@ def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     if response_format:
         head += FORMAT_TEXT.format('{"type": "json_object"}' if response_format == "json_object"
                                    else response_format)
-    pieces = [BOS, SYSTEM, head] if thinking or first or head else [BOS]
-    role = None
-    for i, m in enumerate(messages[int(first) :], int(first)):
-        before, role = role, m["role"]
+    pieces, role = [BOS, SYSTEM, head] if first or head else [BOS], None
+    for m in messages[int(first) :]:
+        before, role, content = role, m["role"], m["content"]
         if role == before == "user":
-            pieces[-1] += "\n\n" + m["content"]
-            continue
-        pieces.append(ROLES[role])
-        if role == "assistant":
-            is_open = bool(m.get("prefix")) and i == len(messages) - 1
-            reasoning = [THINK, m.get("reasoning_content") or ""] if is_open and thinking else []
-            pieces += [*reasoning, END_THINK]
-        pieces.append(m["content"])
-        if role == "assistant":
-            if is_open:
-                return pieces
-            pieces.append(EOS)
+            pieces[-1] += "\n\n" + content
+        else:
+            pieces += ([ASSISTANT, END_THINK, content, EOS] if role == "assistant" else
+                       [ROLES[role], content])
+    if role == "assistant" and m.get("prefix"):          # open: its reasoning stays, no EOS yet
+        reasoning = [THINK, m.get("reasoning_content") or ""] if thinking else []
+        return pieces[:-3] + [*reasoning, END_THINK, content]
     return pieces + [ASSISTANT, THINK if thinking else END_THINK]
 
 class Prompt:
@@ -582,8 +556,6 @@ class Prompt:
 
     def __init__(self, folder, bos):
         path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"no tokenizer.json in {folder}")
         spec, self.bos = _json(path), bos
         try:
             self.whole = Tokenizer.from_str(json.dumps(spec))
@@ -622,9 +594,7 @@ class Prompt:
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda ids, last=False: utf8.decode(b"".join(map(self.bytes, ids)), last)
 
-# ================================================================================================
-# Cache: all that changes between tokens
-# ================================================================================================
+# == Cache: all that changes between tokens ========================================================
 PAGE = 128          # tokens a page, of global cache and of window rows alike
 RING = 8            # open-pair rows a sequence keeps, by position % 8: a step may take 7 back
 
@@ -665,11 +635,10 @@ class Sequence:
                "first_token_s": round(first - self.times[0], 3), "tokens_per_s": round(rate, 1),
                "pages": -(-self.n_cached // PAGE)}
         if any(n for n, _ in self.runs):                 # the first token comes without drafts
-            made = [1 + accepted for _, accepted in self.runs[1:]]
-            out["tokens_a_step"] = round(sum(made) / len(made), 2)
-            out["accepted"] = [                          # share, by place in the block
-                round(sum(a > i for _, a in self.runs) / sum(n > i for n, _ in self.runs), 2)
-                for i in range(max(n for n, _ in self.runs))]
+            tried, accepted = zip(*self.runs[1:])
+            out["tokens_a_step"] = round(1 + sum(accepted) / len(accepted), 2)
+            out["accepted"] = [round(sum(a > i for a in accepted) / sum(n > i for n in tried), 2)
+                               for i in range(max(tried))]           # share, by place in the block
         return out
 
 class Pool:
@@ -707,7 +676,7 @@ class Cache:
         d, di, self.W = c.head_dim, c.index_head_dim, c.sliding_window
         # room for every running sequence's window and for one step's rows: never runs out
         n_window = max_batch * (-(-self.W // PAGE) + 2) + -(-chunk // PAGE)
-        width = min(max_pages, -(-c.max_position_embeddings // PAGE))
+        width = min(max_pages, -(-c.max_position_embeddings // PAGE)) + 1   # a draft block's end
         self.global_table, self.window_table = torch.full((2, max_batch, width), -1, device=device)
         self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32)
                        for _ in [*c.layers, *c.stages]]
@@ -740,6 +709,10 @@ class Cache:
     def extend(self, seq, n):
         """Give seq the pages of its next n positions; enough must be free."""
         self._take(seq, n)
+        self.open(seq, n)
+
+    def open(self, seq, n):
+        """Give seq the window pages of its next n positions; they never run out."""
         for i in range(seq.n_cached // PAGE, (seq.n_cached + n - 1) // PAGE + 1):
             if i not in seq.window:
                 seq.window[i] = self.window_table[seq.slot, i] = self.free_window.pop()
@@ -787,16 +760,16 @@ class Batch:
         self.follows = F.pad(self.slot[1:] == self.slot[:-1], (1, 0))     # row t - 1 is pos - 1
         # the rows that a ring keeps: more would meet in one place, and such a scatter is undefined
         self.tail = tensor([i for _, a, b, _ in self.spans for i in range(max(a, b - RING), b)])
+        self.last = tensor([b - 1 for _, a, b, _ in self.spans for _ in range(a, b)])
         self.selection = {}              # index source -> int64 [T, K] groups, ascending, -1 padded
-        self.candidates = None           # bool [T, blocks], from the candidate source
-        self.rope = {}                   # compressed layer? -> (cos, sin) [T, r/2], by Transformer
+        self.candidates = None           # int64 [T, C] blocks, likewise, of the candidate source
+        self.rope = []                   # (cos, sin) [T, r/2]: plain; compressed, of a position;
+                                         # compressed, of a pair's group; by Transformer
+        self.newest = self.pos           # the last position that each row sees; Draft changes it
+        self.memory = {}                 # Engram layer -> its table's rows, by Transformer
         self.features = []               # [T, D] of each target layer, for the draft
 
-# ================================================================================================
-# Model: one forward for prefill, chunks, decode and verification
-# ================================================================================================
-ROWS = 32           # rows whose keys are gathered or scored at once: bounds memory, changes nothing
-
+# == Model: one forward for prefill, chunks, decode and verification ===============================
 @dataclass(frozen=True)
 class Weights:
     """The checkpoint's tensors on their way into the model, and how to compute with them."""
@@ -805,204 +778,188 @@ class Weights:
     dtype: torch.dtype                           # of activations and dequantized weights
     block: int | None                            # 16 in deterministic mode, see kernels.linear
     lazy: bool                                   # dequantize at every use
+    eps: float                                   # of every rms_norm
+    fused: bool                                  # Triton kernels: matrices stay packed
+    rows: int                                    # the most of one step
 
     def vector(self, name):
         """A norm, bias, sink or mHC parameter: fp32, always held."""
         return self.checkpoint.dequantized(name, torch.float32, self.device)
 
 class Linear:
-    """x [T, in] -> fp32 [T, out]. Its matrix is dequantized once, or with --lazy at every use."""
+    """Matrices [N_i, in] of the checkpoint over one another, for kernels.project.
 
-    def __init__(self, name, weights):
-        self.name, self.w, self.held = name, weights, None
-        self.held = None if weights.lazy else self.weight()
+    For the references w is [sum of N_i, in] in the activations' dtype, dequantized once, or with
+    --lazy at every use. For the fused kernels w and scale stay as they are in the file, as bytes;
+    form is 16 (bf16 or fp32, no scale), 8 (e4m3, a scale for 32 x 32) or 4 (e2m1, for 1 x 32).
+    """
 
-    def weight(self):
-        """[out, in] in the activations' dtype."""
-        return (self.w.checkpoint.dequantized(self.name, self.w.dtype, self.w.device)
-                if self.held is None else self.held)
+    def __init__(self, names, weights, norm=None, groups=1):
+        """names: separated by blanks. norm [in]: of the input. groups: block-diagonal (wo_a)."""
+        self.names, self.weights, self.held = names.split(), weights, None
+        self.norm, self.groups, self.dtype, self.scale = norm, groups, weights.dtype, None
+        if weights.fused:
+            parts = [weights.checkpoint.stored(n) for n in self.names]
+            self.form = {K.E4M3: 8, torch.int8: 4}.get(parts[0][0].dtype, 16)
+            need(self.form != 8 or all(len(w) % 32 == 0 for w, _ in parts[:-1]) and
+                 len(parts[0][0]) % (16 * groups) == 0, f"{names}: the rows of one are no multiple "
+                 "of 32, or of a group of 16: the fused kernels cannot take them")
+            self.held, self.scale = (
+                None if x[0] is None else torch.cat(x).to(weights.device) for x in
+                zip(*[(w if s is None else w.view(torch.uint8), s) for w, s in parts]))
+        elif not weights.lazy:
+            self.held = self.w
+
+    @property
+    def w(self):
+        """[N, in], or as it is stored."""
+        if self.held is not None:
+            return self.held
+        w = self.weights
+        parts = [w.checkpoint.dequantized(n, w.dtype, w.device) for n in self.names]
+        return torch.cat(parts) if parts[1:] else parts[0]
 
     def __call__(self, x):
-        return K.linear(x, self.weight(), self.w.block)
-
-class HyperConnection:
-    """One mHC site: reads the streams, runs its sublayer, writes the streams."""
-
-    def __init__(self, c, weights, prefix, site):
-        self.fn, self.scale, self.base = (weights.vector(f"{prefix}hc_{site}_{n}")
-                                          for n in ("fn", "scale", "base"))
-        self.norm, self.c, self.w = weights.vector(f"{prefix}{site}_norm.weight"), c, weights
-
-    def __call__(self, h, pre, sublayer):
-        """h [T, S, D], pre [T, S] from the PREVIOUS site -> h', and pre for the next."""
-        c = self.c
-        pre_next, post, comb = K.hc_mix(h, self.fn, self.scale, self.base, c.rms_norm_eps, c.hc_eps,
-                                        c.hc_sinkhorn_iters, self.w.block)
-        x = K.rms_norm(K.hc_collapse(h, pre), self.norm, c.rms_norm_eps).to(self.w.dtype)
-        return K.hc_expand(h, sublayer(x).to(self.w.dtype), post, comb), pre_next
-
-class Compressor:
-    """Full layers only: one latent and one index key per group, for every layer that reads them."""
-
-    def __init__(self, c, plan, weights, prefix):
-        self.c, self.plan, self.dtype = c, plan, weights.dtype
-        self.wkv = Linear(prefix + "compressor.wkv", weights)
-        self.wgate = Linear(prefix + "compressor.wgate", weights) if plan.ratio == 2 else None
-        self.norm = weights.vector(prefix + "compressor.norm.weight")
-        self.wk = Linear(prefix + "indexer.wk", weights)
-        self.k_norm = weights.vector(prefix + "indexer.k_norm.weight")
-        self.frequencies = K.rope_frequencies(c, True).to(weights.device)
-
-    def __call__(self, x, batch, cache):
-        """x [T, D], normed -> nothing; writes the groups that these tokens complete."""
-        latent, done = self.wkv(x), slice(None)
-        if self.plan.ratio == 2:
-            latent, done = self._pair(latent, self.wgate(x), batch, cache.ring[self.plan.index])
-        pos, slot = batch.pos[done], batch.slot[done]
-        group = pos // self.plan.ratio
-        eps, rotate = self.c.rms_norm_eps, K.rotation(group * self.plan.ratio, self.frequencies)
-        latent = K.rms_norm(latent, self.norm, eps).to(self.dtype)
-        key = K.rms_norm(self.wk(latent), self.k_norm, eps).to(self.dtype)   # before its rotation
-        i, latent, key = self.plan.index, K.rope(latent, *rotate), K.rope(key, *rotate)
-        cache.latents[i].write(slot, group, K.quantize_latent(latent))
-        cache.keys[i].write(slot, group, K.quantize_index(key))
-
-    def _pair(self, kv, gate, batch, ring):
-        """kv, gate fp32 [T, d] -> latents [n, d] and the n rows that complete a pair.
-
-        A pair's first token is the row before, or, at the seam of a chunk, in the ring.
-        """
-        now = torch.stack([kv, gate], 1)                                    # [T, 2, d]
-        before = ring[batch.slot, (batch.pos - 1) % RING]                   # read, then written
-        before = torch.where(batch.follows[:, None, None], now.roll(1, 0), before)
-        ring[batch.slot[batch.tail], batch.pos[batch.tail] % RING] = now[batch.tail]
-        done = (batch.pos % 2 == 1).nonzero()[:, 0]
-        return K.pool_pair(before[done], now[done]), done
-
-class Indexer:
-    """Full and reindex layers: the K groups that a token may attend to."""
-
-    def __init__(self, c, plan, weights, prefix):
-        self.c, self.plan, self.block = c, plan, weights.block
-        self.wq_b = Linear(prefix + "indexer.wq_b", weights)
-        self.weights_proj = Linear(prefix + "indexer.weights_proj", weights)
-
-    def __call__(self, x, qr, batch, cache):
-        """x [T, D], qr [T, q_lora_rank] (the query before wq_b) -> int64 [T, K], -1 padded."""
-        c, ratio = self.c, self.plan.ratio
-        q = K.rope(self.wq_b(qr).unflatten(1, (c.index_n_heads, -1)), *batch.rope[True])
-        q = K.dequantize_index(K.quantize_index(q))                         # [T, Hi, di]
-        w = self.weights_proj(x) * c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-        n_visible = (batch.pos + 1) // ratio
-        if self.plan.candidates == "source":
-            n_blocks = -(-int(n_visible.max()) // c.candidate_block_size)
-            batch.candidates = torch.zeros(len(q), n_blocks, dtype=torch.bool, device=q.device)
-        selected = torch.full((len(q), c.index_topk), -1, device=q.device)
-        for slot, first, end, start in batch.spans:
-            group = torch.arange((start + end - first) // ratio, device=q.device)
-            keys = K.dequantize_index(cache.keys[self.plan.kv_source].read(slot, group))
-            for a in range(first, end if len(keys) else first, ROWS):     # no keys: none selected
-                rows = slice(a, min(a + ROWS, end))
-                scores = self.scores(q[rows], w[rows], keys, n_visible[rows], batch, rows)
-                selected[rows] = K.mask_to_index(K.topk_mask(scores, c.index_topk), c.index_topk)
-        return selected
-
-    def scores(self, q, w, keys, n_visible, batch, rows):
-        """Rows of one sequence -> fp32 [rows, n], -inf where invisible or no candidate."""
-        size, n = self.c.candidate_block_size, len(keys)
-        scores = K.index_scores(q, w, keys, self.block)
-        hidden = torch.arange(n, device=q.device) >= n_visible[:, None]
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if self.plan.candidates == "source":
-            blocks = K.candidate_blocks(scores, n_visible, size, self.c.candidate_topk_blocks)
-            batch.candidates[rows, : blocks.shape[1]] = blocks
-        if self.plan.candidates == "reader":
-            allowed = batch.candidates[rows].repeat_interleave(size, 1)[:, :n]
-            scores = scores.masked_fill(~allowed, -torch.inf)
-        return scores
+        """x [T, in] -> fp32 [T, N]."""
+        return K.project(x, self, self.weights.block, self.norm, self.weights.eps, self.groups)
 
 class Attention:
-    """Window rows and selected latents under one softmax; K = V, one head of them."""
+    """CSA2: window rows and selected groups under one softmax; K = V, one head of them."""
 
-    def __init__(self, c, plan, weights, prefix):
+    def __init__(self, c, plan, weights, prefix, norm):
         self.c, self.plan, self.w = c, plan, weights
-        self.wq_a, self.wq_b, self.wkv, self.wo_a, self.wo_b = (
-            Linear(prefix + n, weights) for n in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"))
         self.q_norm, self.kv_norm, self.sink = (
             weights.vector(prefix + n) for n in ("q_norm.weight", "kv_norm.weight", "attn_sink"))
-        self.compressor = Compressor(c, plan, weights, prefix) if plan.mode == "full" else None
-        self.indexer = (Indexer(c, plan, weights, prefix) if plan.mode in ("full", "reindex")
-                        else None)
+        full, scored = plan.mode == "full", plan.mode in ("full", "reindex")
+
+        def linear(*names, **more):
+            return Linear(" ".join(prefix + n for n in names), weights, **more)
+        self.down = linear("wq_a", "wkv", norm=norm)
+        self.wq = linear("wq_b", *["indexer.wq_b"] * scored)
+        self.wo_a, self.wo_b = linear("wo_a", groups=c.o_groups), linear("wo_b")
+        self.side = linear(                      # the other readers of the sublayer's input
+            *["compressor.wkv"] * full, *["compressor.wgate"] * (full and plan.ratio == 2),
+            "indexer.weights_proj") if scored else None
+        if full:
+            self.wk = linear("indexer.wk")
+            self.norm, self.k_norm = (weights.vector(prefix + n) for n in (
+                "compressor.norm.weight", "indexer.k_norm.weight"))
 
     def __call__(self, x, batch, cache):
-        """x [T, D] normed -> fp32 [T, D]; writes its window rows, and its groups if it is full."""
-        plan, rotate = self.plan, batch.rope[self.plan.ratio > 0]
-        qr, q = self.queries(x, *rotate)
-        cache.window[plan.index].write(batch.slot, batch.pos, self.window_rows(x, *rotate))
-        if self.compressor:
-            self.compressor(x, batch, cache)     # first: a token sees the group that it completes
-        if self.indexer:
-            batch.selection[plan.index] = self.indexer(x, qr, batch, cache)
-        o = torch.cat([self.attend(q[a : a + ROWS], batch, cache, slice(a, a + ROWS))
-                       for a in range(0, len(q), ROWS)])
-        return self.output(o, *rotate)
-
-    def queries(self, x, cos, sin):
-        """x [T, D] -> qr [T, q_lora_rank], which the indexer shares, and q fp32 [T, H, d]."""
-        qr = K.rms_norm(self.wq_a(x), self.q_norm, self.c.rms_norm_eps).to(self.w.dtype)
-        return qr, K.rope(self.wq_b(qr).unflatten(1, (self.c.num_attention_heads, -1)), cos, sin)
-
-    def window_rows(self, x, cos, sin):
-        """x [T, D] -> packed rows [T, d + d/32]: K and V alike."""
-        kv = K.rms_norm(self.wkv(x), self.kv_norm, self.c.rms_norm_eps).to(self.w.dtype)
-        return K.quantize_fp8(K.rope(kv, cos, sin))
-
-    def output(self, o, cos, sin):
-        """o [T, H, d] -> fp32 [T, D]."""
-        groups = self.c.o_groups
-        o = K.rope(o, cos, -sin).to(self.w.dtype).flatten(1).chunk(groups, 1)        # K = V: undo
-        wo_a = self.wo_a.weight().chunk(groups)         # block-diagonal, [o_lora_rank, H*d/G] each
-        o = [K.linear(x, block, self.w.block) for x, block in zip(o, wo_a)]
-        return self.wo_b(torch.cat(o, 1).to(self.w.dtype))
-
-    def attend(self, q, batch, cache, rows):
-        """q [n, H, d] of these rows -> fp32 [n, H, d]. Always W + K keys, so that bits depend on
-        the row alone."""
-        plan, slot, pos = self.plan, batch.slot[rows, None], batch.pos[rows, None]
-        at = pos + torch.arange(1 - self.c.sliding_window, 1, device=pos.device)   # [n, W]
-        kv = K.dequantize_fp8(cache.window[plan.index].read(slot, at))                # [n, W, d]
-        if plan.ratio:
-            group = batch.selection[plan.index_source][rows]                            # [n, K]
-            latents = K.dequantize_latent(cache.latents[plan.kv_source].read(slot, group))
-            kv, at = torch.cat([kv, latents], 1), torch.cat([at, group], 1)
-        return K.attend(q, kv, at >= 0, self.sink)
+        """x fp32 [T, D] -> fp32 [T, 1, D]; writes its window rows, and its groups if it is full."""
+        c, plan, w, rotate = self.c, self.plan, self.w, batch.rope[min(1, self.plan.ratio)]
+        scored, window = plan.mode in ("full", "reindex"), cache.window[plan.index]
+        latents, keys = (pools.get(plan.kv_source) for pools in (cache.latents, cache.keys))
+        a = K.project(x, self.down, w.block, self.down.norm, w.eps, side=self.side)
+        a, side = a if scored else (a, None)
+        q, qi = K.queries(
+            a, self.q_norm, self.kv_norm, self.wq, rotate, batch.slot, batch.pos, window,
+            c.num_attention_heads, c.index_n_heads * scored, w.eps, w.dtype, w.block)
+        if plan.mode == "full":                  # first: a token sees the group that it completes
+            K.compress(side, self.norm, self.wk, self.k_norm, batch.rope[plan.ratio], batch,
+                       cache.ring.get(plan.index), latents, keys, plan.ratio, w.eps, w.dtype,
+                       w.block)
+        if scored:
+            batch.selection[plan.index] = K.index(
+                qi, side[:, -c.index_n_heads :], batch, keys, plan.ratio, plan.candidates, c,
+                w.block)
+        draft = c.dspark_block_size * (plan.mode == "draft")
+        o = K.attention(q, self.sink, batch.slot, batch.newest, c.sliding_window + draft, window,
+                        latents, batch.selection.get(plan.index_source), rotate, w.dtype)
+        return self.wo_b(self.wo_a(o))[:, None]
 
 class MoE:
     """Routed experts and one shared expert."""
 
-    def __init__(self, c, weights, prefix, n_experts, k):
-        self.c, self.w, self.k = c, weights, k
-        self.gate = Linear(prefix + "gate", weights)
+    def __init__(self, c, weights, prefix, norm, n_experts, k):
+        self.c, self.w, self.k, self.norm = c, weights, k, norm
+        self.gate = Linear(prefix + "gate", weights, norm)
         self.bias = weights.vector(prefix + "gate.bias")
-
-        def expert(p):
-            return [Linear(f"{prefix}{p}.{n}", weights) for n in ("w1", "w3", "w2")]
-        self.experts = [expert(f"experts.{e}") for e in range(n_experts)]
-        self.shared = expert("shared_experts")
+        names = [f"{prefix}experts.{e}." for e in range(n_experts)] + [prefix + "shared_experts."]
+        self.up = [Linear(f"{n}w1 {n}w3", weights) for n in names]
+        self.down = [Linear(n + "w2", weights) for n in names]
+        self.tickets = None
+        if weights.fused:                        # one tensor for all the routed experts
+            self.up, self.down = (
+                [torch.stack([m.w for m in part[:-1]]), torch.stack([m.scale for m in part[:-1]]),
+                 part[-1].w, part[-1].scale] for part in (self.up, self.down))
+            self.tickets = torch.zeros(-(-weights.rows // 16), dtype=torch.int32,
+                                       device=weights.device)
 
     def __call__(self, x):
-        """x [T, D] normed -> fp32 [T, D], added in the router's order, highest score first."""
-        chosen, weight = K.route(self.gate(x), self.bias, self.k, self.c.routed_scaling_factor)
-        out = torch.zeros(len(x), self.k, x.shape[1], device=x.device)
-        for e in chosen.unique().tolist():
-            row, choice = (chosen == e).nonzero(as_tuple=True)
-            out[row, choice] = self.expert(self.experts[e], x[row], weight[row, choice, None])
-        return sum(out.unbind(1), self.expert(self.shared, x, 1.0))
+        """x fp32 [T, D] -> fp32 [T, k + 1, D], to be added in the router's order, shared last."""
+        chosen, weight = K.router(x, self.gate, self.bias, self.k, self.c.routed_scaling_factor,
+                                  self.w.eps, self.tickets, self.w.block)
+        return K.experts(x, self.norm, self.w.eps, chosen, weight, self.up, self.down,
+                         self.c.swiglu_limit, self.w.dtype, self.w.block)
 
-    def expert(self, expert, x, weight):
-        """w2 @ (weight * swiglu(w1 @ x, w3 @ x)): x [n, D] -> fp32 [n, D]."""
-        w1, w3, w2 = expert
-        return w2((weight * K.swiglu(w1(x), w3(x), self.c.swiglu_limit)).to(self.w.dtype))
+# numpy promises no stable stream, so its generator stands here, on Python ints.
+def seed_sequence(entropy):
+    """numpy's SeedSequence(entropy).generate_state(8): 8 uint32, for entropy below 2^32."""
+    m32 = 0xFFFFFFFF
+
+    def hasher(init, mult):
+        const = init
+
+        def step(value):
+            nonlocal const
+            value ^= const
+            const = const * mult & m32
+            value = value * const & m32
+            return value ^ value >> 16
+        return step
+    hashed = hasher(0x43B0D7E5, 0x931E8875)
+    pool = [hashed(x) for x in (entropy, 0, 0, 0)]
+    for src in range(4):
+        for dst in range(4):
+            if src != dst:
+                x = 0xCA01F9DD * pool[dst] - 0x4973F715 * hashed(pool[src]) & m32
+                pool[dst] = x ^ x >> 16
+    out = hasher(0x8B51F9DD, 0x58F38DED)
+    return [out(x) for x in pool * 2]
+
+def default_rng_integers(seed, bound, n):
+    """numpy.random.default_rng(seed).integers(0, bound, n): PCG64 XSL-RR, then Lemire's method."""
+    m64, m128, mult = 2**64 - 1, 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
+    s = seed_sequence(seed)
+    s = [s[i] | s[i + 1] << 32 for i in range(0, 8, 2)]
+    inc = ((s[2] << 64 | s[3]) << 1 | 1) & m128
+    state = ((inc + (s[0] << 64 | s[1])) * mult + inc) & m128
+    out = []
+    while len(out) < n:
+        state = (state * mult + inc) & m128
+        x, rot = (state >> 64 ^ state) & m64, state >> 122
+        product = ((x >> rot | x << (64 - rot)) & m64) * bound
+        if product & m64 >= (2**64 - bound) % bound:
+            out.append(product >> 64)
+    return out
+
+def engram_primes(c):
+    """[table][n - 2][head]: for every n anew the primes from engram_vocab_size up, none twice.
+
+    c: Config (engram_layer_ids, engram_max_ngram_size, engram_n_heads, engram_vocab_size).
+    """
+    taken, tables = set(), []
+
+    def next_prime(p):
+        while p in taken or any(p % q == 0 for q in range(2, math.isqrt(p) + 1)):
+            p += 1
+        taken.add(p)
+        return p
+    for _ in c.engram_layer_ids:
+        table = []
+        for _ in range(c.engram_max_ngram_size - 1):
+            p, heads = c.engram_vocab_size - 1, []
+            for _ in range(c.engram_n_heads):
+                heads.append(p := next_prime(p + 1))
+            table.append(heads)
+        tables.append(table)
+    return tables
+
+def engram_multipliers(c, layer):
+    """One odd multiplier for each look-back of the n-gram hash of a layer: ints [N]."""
+    bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
+    return [2 * x + 1 for x in default_rng_integers(10007 * layer, bound, c.engram_max_ngram_size)]
 
 def token_classes(prompt, c):
     """Token id -> class int64 [V]: ids whose text is equal once normalized share a class."""
@@ -1019,6 +976,19 @@ def token_classes(prompt, c):
          f"classes, config.json says {c.engram_compressed_vocab_size}: Engram rows would be wrong")
     return torch.tensor(out)
 
+def ngram_rows(classes, multipliers, primes, offsets):
+    """Table rows of the n-grams that end at each token: -> int64 [T, (N-1) * heads].
+
+    classes int64 [T, N]: the token's own class first, then looking back. For n = 2..N the XOR of
+    class[i] * multipliers[i], i < n, modulo primes [N-1, heads], plus offsets [N-1, heads].
+    """
+    rolling = classes * multipliers                                            # [T, N]
+    rows = []
+    for n in range(1, classes.shape[1]):
+        rolling[:, n] ^= rolling[:, n - 1]
+        rows.append(rolling[:, n, None] % primes[n - 1] + offsets[n - 1])
+    return torch.cat(rows, 1)
+
 class Engram:
     """n-gram memory: hashed rows of a mapped table, gated into every stream."""
 
@@ -1027,20 +997,21 @@ class Engram:
         weights.checkpoint.read_at_random(self.name)
         self.wkv = Linear(prefix + "wkv", weights)
         self.q_weight, self.k_weight = (weights.vector(f"{prefix}{n}_weight") for n in "qk")
-        self.primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.w.device)
+        self.primes = torch.tensor(engram_primes(c)[plan.engram], device=self.w.device)
         last, flat = int(self.primes.sum()), self.primes.flatten()          # [N - 1, heads]
         need(last == c.engram_num_embeddings[plan.engram], f"the primes of layer {plan.index}'s "
              f"Engram table sum to {last}, not to its rows")
         self.offsets = (flat.cumsum(0) - flat).view_as(self.primes)         # each head its own rows
-        self.multipliers = torch.tensor(K.engram_multipliers(c, plan.index), device=self.w.device)
+        self.multipliers = torch.tensor(engram_multipliers(c, plan.index), device=self.w.device)
 
-    def __call__(self, h, batch):
-        """h [T, S, D] -> like h."""
-        rows = K.ngram_rows(batch.classes, self.multipliers, self.primes, self.offsets)
-        kv = self.wkv(self.rows(rows).flatten(1).to(self.w.dtype))         # [T, (S + 1) * D]
-        key, value = kv.split([kv.shape[1] - h.shape[2], h.shape[2]], 1)
-        return K.engram_write(h, key.unflatten(1, h.shape[1:]), value, self.q_weight, self.k_weight,
-                              self.c.rms_norm_eps)
+    def __call__(self, h, y, mix, memory):
+        """h, y, mix: see kernels.hc_boundary; memory [T, C * width] -> h with both written."""
+        return K.engram_write(h, y, mix, self.wkv(memory), self.q_weight, self.k_weight, self.c)
+
+    def look_up(self, batch):
+        """-> fp32 [T, C * width], the rows of each token's n-grams."""
+        rows = ngram_rows(batch.classes, self.multipliers, self.primes, self.offsets)
+        return self.rows(rows).flatten(1)
 
     def rows(self, index):
         """Table rows index [T, C] -> fp32 [T, C, width], read from the mapped file."""
@@ -1048,29 +1019,51 @@ class Engram:
         weight, scale = (self.w.checkpoint.packed(f"{self.name}.{n}").view(torch.uint8)[index]
                          for n in ("weight", "scale"))
         check_scale(self.name, scale.view(K.E8M0))
-        return K.dequantize_fp8(torch.cat([weight, scale], -1)).to(self.w.device)
+        return K.dequantize(torch.cat([weight, scale], -1), K.FP8).to(self.w.device)
 
 class Block:
-    """(Engram,) attention and experts, each inside its mHC site: a layer, or a draft stage."""
+    """(Engram,) attention and experts, each at its mHC site: a layer, or a draft stage."""
 
     def __init__(self, c, plan, weights):
-        stage = plan.index - len(c.layers)
-        p, attention, n, k = (
-            (f"mtp.{stage}.", DraftAttention, c.dspark_n_routed_experts,
-             c.dspark_num_experts_per_tok) if plan.mode == "draft" else
-            (f"layers.{plan.index}.", Attention, c.n_routed_experts, c.num_experts_per_tok))
+        self.c, self.w, stage = c, weights, plan.index - len(c.layers)
+        p, n, k = ((f"mtp.{stage}.", c.dspark_n_routed_experts, c.dspark_num_experts_per_tok)
+                   if plan.mode == "draft" else
+                   (f"layers.{plan.index}.", c.n_routed_experts, c.num_experts_per_tok))
+        self.sites = [[weights.vector(f"{p}hc_{site}_{n}") for n in ("fn", "scale", "base")]
+                      for site in ("attn", "ffn")]
         self.engram = Engram(c, plan, weights, p + "engram.") if plan.engram is not None else None
-        self.hc_attn = HyperConnection(c, weights, p, "attn")
-        self.attn = attention(c, plan, weights, p + "attn.")
-        self.hc_ffn = HyperConnection(c, weights, p, "ffn")
-        self.ffn = MoE(c, weights, p + "ffn.", n, k)
+        self.attn = Attention(c, plan, weights, p + "attn.", weights.vector(p + "attn_norm.weight"))
+        self.ffn = MoE(c, weights, p + "ffn.", weights.vector(p + "ffn_norm.weight"), n, k)
 
-    def __call__(self, h, pre, batch, cache):
-        """h [T, S, D], pre [T, S] -> the same, one layer on."""
+    def __call__(self, h, y, mix, batch, cache):
+        """The state of kernels.hc_boundary, h [T, S, D], y, mix -> the same, one layer on."""
+        index = self.attn.plan.index
         if self.engram:
-            h = self.engram(h, batch)
-        h, pre = self.hc_attn(h, pre, lambda x: self.attn(x, batch, cache))
-        return self.hc_ffn(h, pre, self.ffn)
+            h, y = self.engram(h, y, mix, batch.memory[index]), None
+        features = batch.features if index in self.c.dspark_target_layer_ids else None
+        h, x, mix = K.hc_boundary(h, y, mix, self.sites[0], self.c, self.w.block, features)
+        y = self.attn(x, batch, cache)
+        h, x, mix = K.hc_boundary(h, y, mix, self.sites[1], self.c, self.w.block)
+        return h, self.ffn(x), mix
+
+def rope_frequencies(c, compressed):
+    """Radians a position, fp32 [r/2]: plain for ratio 0; another base and YaRN for ratio > 0.
+
+    c: Config (rope_theta, compress_rope_theta, rope_scaling_*). YaRN scales frequencies only.
+    """
+    r, scale = c.qk_rope_head_dim, c.rope_scaling_factor
+    theta = c.compress_rope_theta if compressed else c.rope_theta
+    f = theta ** -(torch.arange(0, r, 2, dtype=torch.float64) / r)
+    if not compressed:
+        return f.float()
+
+    def pair(turns):                            # the pair that turns so often in the old context
+        length = c.rope_scaling_original_max_position_embeddings
+        return r * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    low = max(math.floor(pair(c.rope_scaling_beta_fast)), 0)
+    high = min(math.ceil(pair(c.rope_scaling_beta_slow)), r - 1)
+    ramp = ((torch.arange(r // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return (f / scale * ramp + f * (1 - ramp)).float()
 
 class Transformer:
     """The backbone: embedding, blocks, norm, head."""
@@ -1082,43 +1075,32 @@ class Transformer:
             self.blocks.append(Block(c, plan, weights))
             if progress:
                 progress("loading layer", plan.index + 1, len(c.layers))
-        self.norm, self.head = weights.vector("norm.weight"), Linear("head", weights)
-        self.frequencies = {x: K.rope_frequencies(c, x).to(self.w.device) for x in (False, True)}
+        self.norm = weights.vector("norm.weight")
+        self.head = Linear("head", weights)
+        self.frequencies = [rope_frequencies(c, x).to(self.w.device) for x in (False, True)]
 
-    def enter(self, batch):
-        """-> streams [T, S, D], all the embedding, and the first pre [T, S], one-hot."""
-        batch.rope = {x: K.rotation(batch.pos, f) for x, f in self.frequencies.items()}
+    def hidden(self, batch, cache, blocks):
+        """All rows of the batch through blocks -> fp32 [T, D], not yet normed."""
+        plain, compressed = self.frequencies
+        batch.rope = [K.rotation(batch.pos, plain), K.rotation(batch.pos, compressed),
+                      K.rotation(batch.pos // 2 * 2, compressed)]
         h = F.embedding(batch.ids, self.embed).to(self.w.dtype)
-        pre = F.one_hot(torch.zeros_like(batch.ids), self.c.hc_mult).float()
-        return h[:, None].expand(-1, self.c.hc_mult, -1), pre
+        h, y, mix = h[:, None].repeat(1, self.c.hc_mult, 1), None, None
+        batch.memory = {b.attn.plan.index: b.engram.look_up(batch) for b in blocks if b.engram}
+        for block in blocks:
+            h, y, mix = block(h, y, mix, batch, cache)
+        return K.hc_boundary(h, y, mix, None, self.c)[1]
 
     def __call__(self, batch, cache, rows):
         """All rows of the batch go through; -> logits fp32 [len(rows), V] of the rows asked for."""
-        h, pre = self.enter(batch)
-        for i, block in enumerate(self.blocks):
-            if i in self.c.dspark_target_layer_ids:
-                batch.features.append(h.float().mean(1).to(h.dtype))
-            h, pre = block(h, pre, batch, cache)
-        x = K.rms_norm(K.hc_collapse(h[rows], pre[rows]), self.norm, self.c.rms_norm_eps)
-        return self.head(x.to(self.w.dtype))
+        x = self.hidden(batch, cache, self.blocks)[rows]
+        return self.logits(x, self.norm)
 
-# ================================================================================================
-# Draft: DSpark proposes tokens, the model judges them
-# ================================================================================================
-class DraftAttention(Attention):
-    """Every row of a draft block sees the block, both ways, and the W committed tokens before."""
+    def logits(self, x, norm):
+        """x fp32 [n, D] -> fp32 [n, V]."""
+        return K.project(x, self.head, self.w.block, norm, self.w.eps)
 
-    def __call__(self, x, batch, cache):
-        """x [T, D] normed, blocks of n rows -> fp32 [T, D]; the block's own rows are not kept."""
-        n, W, rotate = self.c.dspark_block_size, self.c.sliding_window, batch.rope[False]
-        _, q = self.queries(x, *rotate)
-        at = batch.pos[::n, None] - torch.arange(W, 0, -1, device=x.device)           # [T/n, W]
-        rows = cache.window[self.plan.index].read(batch.slot[::n, None], at)
-        rows = torch.cat([rows, self.window_rows(x, *rotate).unflatten(0, (-1, n))], 1)
-        seen = F.pad(at >= 0, (0, n), value=True)
-        kv, seen = (t.repeat_interleave(n, 0) for t in (K.dequantize_fp8(rows), seen))
-        return self.output(K.attend(q, kv, seen, self.sink), *rotate)
-
+# == Draft: DSpark proposes tokens, the model judges them ==========================================
 class Draft:
     """DSpark: three stages guess a block of n tokens at once, a Markov head makes them agree."""
 
@@ -1139,12 +1121,12 @@ class Draft:
         W, spans = self.c.sliding_window, zip(batch.spans, stand)
         rows = [range(max(a, a + n - W), a + n) for (_, a, _, _), n in spans]
         rows = torch.tensor([*itertools.chain(*rows)], dtype=torch.int64, device=self.w.device)
-        features = torch.cat([x[rows] for x in batch.features], 1)             # [n, 3D], no norm
-        x = K.rms_norm(self.main_proj(features), self.main_norm, self.c.rms_norm_eps)
-        rotate = [t[rows] for t in batch.rope[False]]
+        x = self.main_proj(torch.cat([x[rows] for x in batch.features], 1))    # [n, 3D], no norm
+        slot, pos, rotate = batch.slot[rows], batch.pos[rows], [t[rows] for t in batch.rope[0]]
         for stage in self.stages:
-            kv = stage.attn.window_rows(x.to(self.w.dtype), *rotate)
-            cache.window[stage.attn.plan.index].write(batch.slot[rows], batch.pos[rows], kv)
+            a = K.project(x, stage.attn.down, self.w.block, self.main_norm, self.w.eps)
+            K.queries(a, None, stage.attn.kv_norm, None, rotate, slot, pos,
+                      cache.window[stage.attn.plan.index], 0, 0, self.w.eps, self.w.dtype)
 
     def propose(self, seqs, cache, choose):
         """-> per sequence: drafts (n ids), their logits [n, V], survival (n floats).
@@ -1156,13 +1138,11 @@ class Draft:
         n = self.c.dspark_block_size
         for seq in seqs:
             seq.drafts = [self.c.dspark_noise_token_id] * (n - 1)
+            cache.open(seq, n)           # its own rows stand there until commit writes over them
         batch = Batch([(seq, n) for seq in seqs], self.w.device)
-        h, pre = self.target.enter(batch)
-        for stage in self.stages:
-            h, pre = stage(h, pre, batch, cache)
-        raw = K.hc_collapse(h, pre)
-        x = K.rms_norm(raw, self.norm, self.c.rms_norm_eps).to(self.w.dtype)
-        base, raw = (t.unflatten(0, (-1, n)) for t in (self.target.head(x), raw))   # [seqs, n, ..]
+        batch.newest = batch.pos.view(-1, n)[:, -1:].repeat(1, n).flatten()        # both ways
+        raw = self.target.hidden(batch, cache, self.stages)
+        base, raw = (t.unflatten(0, (-1, n)) for t in (self.target.logits(raw, self.norm), raw))
         drafts, logits, sure = [[seq.ids[-1]] for seq in seqs], [], []
         for j in range(n):                               # the only part that is sequential
             m = self.markov_embed[[d[-1] for d in drafts]]
@@ -1173,9 +1153,7 @@ class Draft:
         survival = torch.stack(sure, 1).cumprod(1).tolist()
         return [d[1:] for d in drafts], torch.stack(logits, 1), survival
 
-# ================================================================================================
-# Engine: requests in, tokens out
-# ================================================================================================
+# == Engine: requests in, tokens out ===============================================================
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue a prompt. temperature 0 is greedy; top_p keeps the token that crosses it.
@@ -1192,19 +1170,17 @@ class SamplingParams:
     verify: str = "coupled"
 
     def __post_init__(self):
-        need(self.verify in ("coupled", "rejection"), f"verify is {self.verify!r}, must be "
-             "'coupled' or 'rejection'")
         t, p = (x if type(x) in (int, float) else math.nan for x in (self.temperature, self.top_p))
-        need(type(self.max_tokens) is int and self.max_tokens >= 1, f"max_tokens is "
-             f"{self.max_tokens!r}, must be a whole number from 1")
-        need(t == 0 or 1e-3 <= t < math.inf, f"temperature is {self.temperature!r}, must be 0 (the "
-             "most likely token) or at least 0.001")
-        need(0 < p <= 1, f"top_p is {self.top_p!r}, must be above 0 and at most 1")
-        need(type(self.seed) is int and 0 <= self.seed < 2**64, f"seed is {self.seed!r}, must be a "
-             "whole number from 0 to 2^64 - 1")
+        n, s = (x if type(x) is int else -1 for x in (self.max_tokens, self.seed))
+        for name, good, must in (
+                ("verify", self.verify in ("coupled", "rejection"), "'coupled' or 'rejection'"),
+                ("max_tokens", n >= 1, "a whole number from 1"),
+                ("temperature", t == 0 or 1e-3 <= t < math.inf, "0 (greedy) or at least 0.001"),
+                ("top_p", 0 < p <= 1, "above 0 and at most 1"),
+                ("seed", 0 <= s < 2**64, "a whole number from 0 to 2^64 - 1")):
+            need(good, f"{name} is {getattr(self, name)!r}, must be {must}")
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """A finished request; ids without the prompt and without the eos that stopped it."""
     ids: list
     text: str
@@ -1234,24 +1210,27 @@ class Engine:
         not depend on the other rows (at one number of threads). lazy: dequantize and check weights
         as they are used; default where they do not fit into memory. max_batch: requests that run
         at once. max_pages: global pages of 128 tokens, default as many as the batch can use, within
-        2 GiB. chunk: most rows of one step.
-        speculate: True verifies all drafts of a checkpoint that has draft stages, a number at most
-        so many, "confidence" as many as pay, False none. replay is accepted and changes nothing.
+        2 GiB. chunk: most rows of one step. speculate: True judges all drafts of a checkpoint with
+        draft stages, a number at most so many, "confidence" as many as pay, False none. replay is
+        accepted and changes nothing.
         """
         for name, x in (("max_batch", max_batch), ("chunk", chunk),
                         ("max_pages", 1 if max_pages is None else max_pages)):
             need(type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number from 1")
         need(speculate == "confidence" or type(speculate) in (bool, int) and speculate >= 0,
              f"speculate is {speculate!r}, not True, False, a number of drafts or 'confidence'")
-        need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: a step could not "
-             "decode every request")
+        need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: each needs a row")
         device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         need(device == "cpu" or torch.cuda.is_available(), f"device is {device!r}: no GPU is here")
+        need(device == "cpu" or K.triton and torch.cuda.get_device_capability(device) >= (8, 9),
+             f"device is {device!r}: the kernels need triton, and a GPU that has FP8")
+        need(chunk < 2**16, f"chunk is {chunk}, at most 65535 rows make a launch")
+        if device.startswith("cuda:"):
+            torch.cuda.set_device(device)                # where Triton launches
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
         need(dtype in (torch.float32, torch.bfloat16), f"dtype is {dtype!r}, not torch.float32 or "
              "torch.bfloat16")
-        if Path(folder).is_file():
-            raise FileNotFoundError(f"{folder} is a file: a checkpoint is a local folder")
+        need(not Path(folder).is_file(), f"{folder} is a file: a checkpoint is a local folder")
         cfg = Config.load(folder)
         n = cfg.dspark_block_size if speculate is True or not cfg.stages else speculate
         need(n == "confidence" or n <= cfg.dspark_block_size < RING, f"speculate is {n}: a block "
@@ -1260,7 +1239,8 @@ class Engine:
         max_pages = max_pages or max(1, min(most, 2**31 // max(1, m["page"])))
         prompt = Prompt(folder, cfg.bos_token_id)
         weights = Weights(Checkpoint(folder, cfg), device, dtype, 16 if deterministic else None,
-                          not fits(m, device) if lazy is None else lazy)
+                          not fits(m, device) if lazy is None else lazy, cfg.rms_norm_eps,
+                          K.FUSED or device != "cpu", max(chunk, max_batch * cfg.dspark_block_size))
         model = Transformer(cfg, weights, progress)
         draft = Draft(cfg, weights, model) if n and cfg.stages else None
         return cls(cfg, model, draft, n, prompt, max_batch, max_pages, chunk)
@@ -1297,6 +1277,7 @@ class Engine:
         for queue in (self.waiting, self.running):
             queue[:] = [s for s in queue if s is not seq]
 
+    @torch.inference_mode()
     def step(self):
         """Draft, one forward for every running request, judge; -> the sequences that it moved."""
         start, work, budget = time.perf_counter(), [], self.chunk
@@ -1304,6 +1285,7 @@ class Engine:
             while self.waiting and self.cache.admit(self.waiting[0]):
                 self.running.append(self.waiting.pop(0))
             self._draft()
+            self.seconds["draft"] += time.perf_counter() - start
             for seq in sorted(self.running, key=lambda s: not s.decoding):          # decode first
                 n = min(len(seq.ids) + len(seq.drafts) - seq.n_cached, budget)
                 work += [(seq, n)] * (n > 0)
@@ -1322,8 +1304,8 @@ class Engine:
         self.seconds["step"] += seconds
         if work and decoding:
             rows = sum(n for _, n in work)
-            count, mean = self.cost.get(rows, (0, 0.0))
-            self.cost[rows] = count + 1, mean + (seconds - mean) / min(count + 1, 50)
+            count, mean = self.cost.get(rows, (0, 0.0))          # the first may have compiled
+            self.cost[rows] = count + 1, mean + (seconds - mean) / min(max(1, count), 50)
         return [seq for seq, _ in work]
 
     def _make_room(self, work):
@@ -1345,22 +1327,20 @@ class Engine:
 
     def _advance(self, work):
         """Forward and judge the (sequence, n) of work; append what was made."""
-        ends = itertools.accumulate(n for _, n in work)
-        rows = [range(end - 1 - len(seq.drafts), end)
-                if seq.n_cached + n == len(seq.ids) + len(seq.drafts) else range(0)
-                for (seq, n), end in zip(work, ends)]
+        ends = itertools.accumulate(n for _, n in work)          # judged: none inside a prompt
+        judged = [(1 + len(s.drafts)) * (s.n_cached + n == len(s.ids + s.drafts)) for s, n in work]
         start = time.perf_counter()
-        batch, logits = self._run(work, list(itertools.chain(*rows)))
-        self.seconds["forward"] += time.perf_counter() - start
-        made = [self._judge(seq, x) for (seq, _), x in zip(work, logits.split([*map(len, rows)]))]
-        self._commit(batch, work, [n - len(x) + len(new)         # rejected drafts do not stand
-                                   for (_, n), x, new in zip(work, rows, made)])
+        batch, logits = self._run(work, [i for n, end in zip(judged, ends)
+                                         for i in range(end - n, end)])
+        made = [self._judge(seq, x) for (seq, _), x in zip(work, logits.split(judged))]
+        self.seconds["forward"] += time.perf_counter() - start   # a GPU is waited for in _judge
+        self._commit(batch, work, [n - x + len(new)              # rejected drafts do not stand
+                                   for (_, n), x, new in zip(work, judged, made)])
         for (seq, _), new in zip(work, made):
             if new:
                 n_drafts, seq.drafts = len(seq.drafts), []
                 seq.runs.append((n_drafts, self._emit(seq, new) - 1))
 
-    @torch.inference_mode()
     def _draft(self):
         """Give every decoding sequence the drafts that this step will judge."""
         seqs = [s for s in self.running if s.decoding] if self.draft else []
@@ -1370,16 +1350,13 @@ class Engine:
         if not seqs:
             return
 
-        def choose(seq, logits, pos):
-            p = seq.params                               # the draft's own noise, or the target's
-            stream = 1 if p.verify == "rejection" else 0
-            return K.sample(logits, p.temperature, 1.0, p.seed, pos, stream)
-        start = time.perf_counter()
+        def choose(seq, logits, pos):                    # with its own noise, or the target's
+            p = seq.params
+            return K.sample(logits, p.temperature, 1.0, p.seed, pos, int(p.verify == "rejection"))
         drafts, logits, survival = self.draft.propose(seqs, self.cache, choose)
         for seq, ids, x, s in zip(seqs, drafts, logits, survival):
             n = self._worth(s, len(seqs)) if self.n_drafts == "confidence" else self.n_drafts
             seq.drafts, seq.proposals = ids[: min(n, room[seq])], x
-        self.seconds["draft"] += time.perf_counter() - start
 
     def _worth(self, survival, n_seqs):
         """How many drafts pay: up to the first whose estimated survival is below the price of a row
@@ -1394,7 +1371,6 @@ class Engine:
         price = row * tokens / (least + max(0.0, rows - a) * row)
         return next((i for i, s in enumerate(survival) if s < price), len(survival))
 
-    @torch.inference_mode()
     def _run(self, work, rows):
         """The forward: next n tokens of each (sequence, n) -> batch, logits of the given rows."""
         for seq, n in work:
@@ -1402,7 +1378,6 @@ class Engine:
         batch = Batch(work, self.device, self.ngram)
         return batch, self.model(batch, self.cache, rows)
 
-    @torch.inference_mode()
     def _commit(self, batch, work, stand):
         """The first stand[i] tokens of the i-th sequence are there to be seen from now on."""
         if self.draft:
@@ -1411,6 +1386,7 @@ class Engine:
             seq.n_cached += n
             self.cache.trim(seq)
 
+    @torch.inference_mode()
     def _forward(self, work, rows):
         """Run and commit all tokens of work -> logits of the given rows."""
         batch, logits = self._run(work, rows)
@@ -1501,9 +1477,7 @@ class Engine:
             raise RuntimeError("a step that another call made has failed and ended this request")
         return not all(s.finish_reason for s in seqs)
 
-# ================================================================================================
-# Main: the command line
-# ================================================================================================
+# == Main: the command line ========================================================================
 def progress(what, done, of):
     """A line on stderr that overwrites itself, if a person is watching."""
     if sys.stderr.isatty():
@@ -1522,34 +1496,60 @@ def arguments(argv):
     p.add_argument("--seed", type=int, default=0, help="the same seed, the same text (0)")
     p.add_argument("--chat", action="store_true", help="wrap the prompt in the chat encoding")
     p.add_argument("--think", action="store_true", help="with --chat: reason first")
-    p.add_argument("--effort", type=int, help="with --think: 1 to 100 (75)")
-    p.add_argument("--no-speculate", action="store_true", help="decode without drafts")
+    p.add_argument("--effort", type=int, default=75, help="with --think: 1 to 100 (75)")
+    p.add_argument("--no-speculate", dest="drafts", action="store_false", help="make no drafts")
     p.add_argument("--drafts", type=drafts, default=True,
                    help="most drafts a step, or `confidence`: as many as pay (all)")
     p.add_argument("--verify", choices=("coupled", "rejection"), default="coupled",
                    help="how sampling judges drafts (coupled: the text is that without drafts)")
     p.add_argument("--no-replay", action="store_true", help="accepted; prefill is exact so far")
     p.add_argument("--deterministic", action="store_true", help="the same bits in any company")
-    p.add_argument("--lazy", action="store_true", help="dequantize weights as they are used")
+    p.add_argument("--lazy", action="store_true", default=None, help="dequantize weights at use")
     p.add_argument("--dtype", choices=("fp32", "bf16"), help="(bf16 on a GPU, else fp32)")
     p.add_argument("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
     p.add_argument("--plan", action="store_true", help="print sizes, without opening any weight")
-    p.add_argument("--ranks", type=int, help="with --plan: number of ranks (1)")
+    p.add_argument("--ranks", type=int, default=1, help="with --plan: number of ranks (1)")
     p.add_argument("--stats", action="store_true", help="print counts and speed on stderr")
+    p.add_argument("--selfcheck", action="store_true", help="hold this device to docs/golden")
     args = p.parse_args(argv)
-    if args.prompt is None and not args.plan:
+    if args.prompt is None and not (args.plan or args.selfcheck):
         p.error("--prompt (or --plan) is needed")
     for flag, wants in (("think", "chat"), ("effort", "chat"), ("ranks", "plan")):
-        if getattr(args, flag) not in (None, False) and not getattr(args, wants):
+        if getattr(args, flag) != p.get_default(flag) and not getattr(args, wants):
             p.error(f"--{flag} goes with --{wants}")
     return args
+
+def selfcheck(device, dtype, deterministic):
+    """Hold the engine on this device, part by part, to what an independent implementation made of
+    docs/golden. One rounding of a cache row may fall the other way, so ValueError from 1 % on."""
+    from safetensors.torch import load_file                       # of the `test` extra
+    folder = DEFAULT_MODEL.parent / "golden"
+    golden = load_file(folder / "golden.safetensors")
+    torch.set_num_threads(1)                     # on small tensors a second thread only costs
+    engine = Engine.load(folder, device, dtype or torch.float32, deterministic)
+    kind = "Triton kernels" if engine.model.w.fused else "PyTorch references"
+    print(f"{engine.device}, {engine.model.w.dtype}, {kind}")
+    for name in ("rand1", "rand2", "rand5", "rand37", "text37"):
+        ids, want = golden[f"{name}.ids"].tolist(), golden[f"{name}.logits"]
+        for how, chunks in (("prefill", None), ("decode", [1] * len(ids))):
+            error = engine.logits(ids, chunks).cpu() - want
+            share = (error.norm() / want.norm()).item()
+            print(f"{name} {how}: {len(ids)} tokens, logits off by {share:.1e} of their norm, by "
+                  f"{error.abs().max():.1e} at most")
+            need(share <= 1e-2, f"{name} {how} is off by {share:.1e}, 1e-2 at most can be right")
+    for i in range(3):
+        prompt, want = (golden[f"greedy{i}.{x}"].tolist() for x in ("prompt", "tokens"))
+        out = engine.generate([prompt], SamplingParams(len(want), ignore_eos=True))[0]
+        same = sum(a == b for a, b in zip(out.ids, want))
+        print(f"greedy{i}: {same} of {len(want)} tokens, drafts accepted {out.stats['accepted']}")
 
 def run(args):
     """Print the plan, or the continuation of one prompt as it is made."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype]
     if args.plan:
-        ranks = 1 if args.ranks is None else args.ranks
-        return print(plan(Config.load(args.model), dtype or torch.float32, ranks))
+        return print(plan(Config.load(args.model), dtype or torch.float32, args.ranks))
+    if args.selfcheck:
+        return selfcheck(args.device, dtype, args.deterministic)
     ranks = os.environ.get("WORLD_SIZE") or "1"                      # set by torchrun
     need(ranks == "1", f"this version runs on one rank, not on {ranks}")
     path = Path(args.model) / "generation_config.json"
@@ -1558,27 +1558,25 @@ def run(args):
     t = defaults.get("temperature", 0) if args.temperature is None else args.temperature
     top_p = defaults.get("top_p", 1) if args.top_p is None else args.top_p
     params = SamplingParams(args.max_tokens, t, top_p, args.seed, verify=args.verify)
-    engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
-                         max_batch=1, speculate=not args.no_speculate and args.drafts,
-                         progress=progress)
+    engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy,
+                         max_batch=1, speculate=args.drafts, progress=progress)
     if memory(engine.cfg)["weights"] < 2**28:
         torch.set_num_threads(1)                 # on small tensors a second thread only costs
-    prompt, effort = args.prompt, 75 if args.effort is None else args.effort
+    prompt = args.prompt
     if args.chat:
-        prompt = engine.prompt.chat([{"role": "user", "content": prompt}], args.think, effort)
+        prompt = engine.prompt.chat([{"role": "user", "content": prompt}], args.think, args.effort)
     seq, shown = engine.submit(prompt, params), 0
     while not seq.finish_reason:
-        before = seq.n_cached
         engine.step()
-        if before < seq.n_prompt > engine.chunk:
+        if seq.n_cached <= seq.n_prompt > engine.chunk:
             progress("prefill", seq.n_cached, seq.n_prompt)
         print(seq.text[shown:], end="", flush=True)
         shown = len(seq.text)
     print()
     if args.stats:
-        t = engine.seconds
-        stats = seq.stats() | {"draft_s": round(t["draft"], 2), "forward_s": round(t["forward"], 2),
-                               "host_share": round(1 - (t["draft"] + t["forward"]) / t["step"], 2)}
+        draft, forward, step = engine.seconds.values()
+        stats = seq.stats() | {"draft_s": round(draft, 2), "forward_s": round(forward, 2),
+                               "host_share": round(1 - (draft + forward) / step, 2)}
         print(", ".join(f"{k} {v}" for k, v in stats.items()), file=sys.stderr)
 
 def main(argv=None):
@@ -1590,7 +1588,7 @@ def main(argv=None):
     except BrokenPipeError:                              # `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, ImportError) as e:
         print(f"nanoflash: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
