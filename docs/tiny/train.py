@@ -96,7 +96,7 @@ def complete(cfg, folder):
     cfg["engram_compressed_vocab_size"] = int(classes.max()) + 1
     cfg["engram_num_embeddings"] = [1] * len(cfg["engram_layer_ids"])
     cfg["engram_num_embeddings"] = [int(sum(map(sum, x)))
-                                    for x in K.engram_primes(nf.Config.read(cfg))]
+                                    for x in nf.engram_primes(nf.Config.read(cfg))]
     return cfg, classes
 
 # ------------------------------------------------------------------------------------------------
@@ -537,7 +537,7 @@ def target_check(model, shared):
     """-> {"bits_per_byte" of the validation chapters}."""
     model.index_weight = 0.0
     tokenizer = Tokenizer.from_file(str(shared.folder / "tokenizer.json"))
-    nats, n = text_nats(model, chapters("validation"), tokenizer)
+    nats, n = text_nats(model, chapters("validation")[: shared.stage["chapters"]], tokenizer)
     return {"bits_per_byte": round(nats / n / math.log(2), 4)}
 
 
@@ -610,18 +610,21 @@ def draft_loss(model, shared, rank, step):
     return mix * hard + (1 - mix) * soft + variation + confidence, trace | {"shown": variation}
 
 @torch.no_grad()
+def loop(model, ids, start):
+    """Decode ids [T], greedy from position `start` on, with drafts -> bool [steps, n]: which draft
+    of each step is right; and the anchors [steps], as places behind start."""
+    anchors = torch.arange(start, len(ids) - model.config["dspark_block_size"])
+    logits, _, _, true, _ = draft_rows(model, ids[None], anchors[None])
+    right, at, steps = (logits.argmax(-1) == true)[0], 0, []
+    while at < len(right):
+        steps.append(at)
+        at += int(right[at].cumprod(0).sum()) + 1
+    return right[steps], steps
+
 def tokens_a_step(model, ids, start):
     """ids [B, T], greedy from position `start` on -> tokens a step of a loop over that part."""
-    n, T, runs = model.config["dspark_block_size"], ids.shape[1], []
-    anchors = torch.arange(start, T - n)
-    for x in ids:
-        logits, _, _, true, _ = draft_rows(model, x[None], anchors[None])
-        run = (logits.argmax(-1) == true).cumprod(-1).sum(-1)[0].tolist()
-        at = 0
-        while at < len(run):
-            runs.append(run[at])
-            at += run[at] + 1
-    return 1 + sum(runs) / len(runs)
+    right = torch.cat([loop(model, x, start)[0] for x in ids])
+    return 1 + right.cumprod(1).sum(1).float().mean().item()
 
 def calibrated(folder, cfg, classes, params, tokenizer, n):
     """Fit the confidence head anew on what is accepted in text that neither target nor draft has
@@ -637,12 +640,9 @@ def calibrated(folder, cfg, classes, params, tokenizer, n):
         return markov(logits, raw, previous)
     model.markov = observed
     for ids in [x for x in texts if not loops(x[96:].tolist())] or texts:
-        anchors = torch.arange(96, len(ids) - cfg["dspark_block_size"])
-        with torch.no_grad():
-            logits, _, _, true, _ = draft_rows(model, ids[None], anchors[None])
-        right = logits.argmax(-1) == true
-        reached = F.pad(right[..., :-1].cumprod(-1).bool(), (1, 0), value=True)
-        rows.append((seen.pop()[reached], right[reached].float()))
+        right, steps = loop(model, ids, 96)      # anchors of a real loop come after a refused draft
+        reached = F.pad(right[:, :-1].cumprod(-1).bool(), (1, 0), value=True)
+        rows.append((seen.pop()[0, steps][reached], right[reached].float()))
     x, y = (torch.cat(a) for a in zip(*rows))
     w = params[head][0].detach().clone().requires_grad_()
     optimizer = torch.optim.LBFGS([w], max_iter=100, line_search_fn="strong_wolfe")
@@ -658,7 +658,7 @@ def calibrated(folder, cfg, classes, params, tokenizer, n):
 def draft_check(model, shared):
     """-> tokens a step on some of the continuations, which the draft has seen."""
     model.index_weight = 0.0
-    ids, start = shared.data[1][:32], sum(CONTINUED[:2])
+    ids, start = shared.data[1][: shared.stage["checked"]], sum(CONTINUED[:2])
     return {"tokens_a_step": round(tokens_a_step(model, ids, start), 3)}
 
 LOSSES = {"target": target_loss, "draft": draft_loss}
@@ -737,10 +737,10 @@ def read(folder):
 # ------------------------------------------------------------------------------------------------
 CONTINUED = 16, 144, 64     # ids of a continuation: from the text, sampled, greedy
 TARGET = {"name": "target", "loss": "target", "draft": False, "steps": 3300, "every": 200,
-          "T": 256, "rows": 1024, "dropout": 0.1}
-DRAFT = {"name": "draft", "loss": "draft", "draft": True, "steps": 1200, "every": 100,
-         "T": 256, "rows": 1024, "dropout": 0.0, "anchors": 400, "hard": 0.7, "prefixes": 1536,
-         "calibration": 256}
+          "T": 256, "rows": 1024, "dropout": 0.1, "chapters": 12}
+DRAFT = {"name": "draft", "loss": "draft", "draft": True, "steps": 2400, "every": 100,
+         "T": 256, "rows": 1024, "dropout": 0.0, "anchors": 400, "hard": 0.5, "prefixes": 1536,
+         "calibration": 768, "checked": 32, "first": {"steps": 1200, "hard": 0.7}}     # then a restart
 
 def run(folder, target, draft):
     """Every stage, in `folder`, which holds all that a later call needs to go on."""
@@ -761,6 +761,7 @@ def run(folder, target, draft):
     _, _, rounded = read(folder)
     rounded |= {n: x for n, x in parameters(cfg, 1).items() if n.startswith("mtp.")}
     data = text, torch.load(folder / "continued.pt")
+    train(folder, cfg, classes, rounded, data, draft | draft["first"])
     trained = train(folder, cfg, classes, rounded, data, draft)
     trained = calibrated(folder, cfg, classes, trained, tokenizer, draft["calibration"])
     params |= {n: x for n, x in trained.items() if n.startswith("mtp.")}
@@ -857,8 +858,9 @@ def main():
     args = p.parse_args()
     if args.smoke:
         with tempfile.TemporaryDirectory() as folder:
-            run(Path(folder), TARGET | {"steps": 4, "every": 4},
-                DRAFT | {"steps": 4, "every": 4, "prefixes": 16, "calibration": 16})
+            run(Path(folder), TARGET | {"steps": 4, "every": 4, "chapters": 1},
+                DRAFT | {"steps": 4, "every": 4, "prefixes": 16, "calibration": 4, "checked": 2,
+                         "first": {"steps": 2}})
             return
     if args.eval:
         return evaluate(HERE)
