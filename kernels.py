@@ -26,14 +26,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+FUSED = os.environ.get("TRITON_INTERPRET") == "1"        # the kernels on a CPU, in the interpreter
 try:
+    if not (FUSED or torch.cuda.is_available()):
+        raise ImportError                                # a CPU needs no triton: half a second
     import triton
     import triton.language as tl
     from triton.language import constexpr
-except ImportError:                      # only a GPU needs it
+except ImportError:
     triton = tl = constexpr = None
-
-FUSED = os.environ.get("TRITON_INTERPRET") == "1"        # the kernels on a CPU, in the interpreter
 
 def fused(x):
     """Do the Triton kernels take this tensor? On a GPU always, on a CPU in the interpreter."""
@@ -324,9 +325,9 @@ def swiglu(gate, up, limit):
 # -- mHC: single-pass manifold-constrained hyper-connections ---------------------------------------
 def sinkhorn(a, iters, eps):
     """a [T, S, S] -> nearly doubly stochastic [T, S, S]: rows along the last axis, then columns."""
-    a = torch.softmax(a, -1) + eps
+    one, least, a = torch.ones_like(a), torch.full_like(a, eps), torch.softmax(a, -1) + eps
     for i in range(2 * iters - 1):                       # columns, then rows and columns by turns
-        a = a / (a.sum(-2 + i % 2, keepdim=True) + eps)
+        a = a / torch.baddbmm(least, *((a, one) if i % 2 else (one, a)))        # sum + eps: one op
     return a
 
 def hc_mix(h, fn, scale, base, norm_eps, hc_eps, iters, block=None):
@@ -725,9 +726,8 @@ def _tournament(scores, k, candidates=None, size=1):
     tiles = triton.cdiv(n, tile)
     best = torch.empty(T, tiles * k, device=scores.device)
     out = torch.empty(T, tiles * k, dtype=torch.int64, device=scores.device)
-    kept = 0 if candidates is None else candidates.shape[1]
-    topk_kernel[tiles, T](scores, candidates, kept, best, out, n, size, k,
-                          triton.next_power_of_2(k), tile, num_warps=8)
+    topk_kernel[tiles, T](scores, candidates, 0 if candidates is None else candidates.shape[1],
+                          best, out, n, size, k, triton.next_power_of_2(k), tile, num_warps=8)
     return out if tiles == 1 else _tournament(best, k, out)
 
 @jit

@@ -1,6 +1,7 @@
 """Count what a decode step of the released model does on a GPU, without one.
 
-    python docs/launches.py               # launches a layer, bytes that kernels read; half a minute
+    python docs/launches.py               # launches of each kind of layer
+    python docs/launches.py bytes         # that kernels read, over those that they need
     python docs/launches.py 90            # compile all of it for sm_90 (100, 120, gfx950): a minute
 
 Launches are recorded on meta tensors, bytes counted in Triton's interpreter on a small model with
@@ -25,6 +26,7 @@ if not WORKER:
     os.environ["TRITON_INTERPRET"] = "1"         # before triton is imported
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch                                                             # noqa: E402
+torch.cuda.is_available = lambda: True           # for kernels.py, which else leaves triton alone
 import triton                                                            # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode               # noqa: E402
 
@@ -240,11 +242,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if WORKER:
         worker()
+    elif sys.argv[1:] == ["bytes"]:
+        for T in (1, 6):
+            count_bytes(T)
     elif sys.argv[1:]:
         compiled(sys.argv[1])
     else:
         for n in (5000, 1000000):
             for T in (1, 6):
                 count_launches(T, n)
-        for T in (1, 6):
-            count_bytes(T)

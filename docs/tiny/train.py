@@ -740,7 +740,7 @@ TARGET = {"name": "target", "loss": "target", "draft": False, "steps": 3300, "ev
           "T": 256, "rows": 1024, "dropout": 0.1, "chapters": 12}
 DRAFT = {"name": "draft", "loss": "draft", "draft": True, "steps": 2400, "every": 100,
          "T": 256, "rows": 1024, "dropout": 0.0, "anchors": 400, "hard": 0.5, "prefixes": 1536,
-         "calibration": 768, "checked": 32, "first": {"steps": 1200, "hard": 0.7}}     # then a restart
+         "calibration": 768, "checked": 32, "first": {"steps": 1200, "hard": 0.7}}
 
 def run(folder, target, draft):
     """Every stage, in `folder`, which holds all that a later call needs to go on."""
