@@ -15,9 +15,8 @@ Sections, in reading order:
 
 Dimension letters are those of nanoflash.py, and: n groups of a sequence, L rows that a query
 attends to, F expert width, P parts of a sum, N and n_in the sides of a matrix.
-`block` is the number of rows that a
-matrix product always sees in deterministic mode: a row's bits then do not depend on how many rows
-came with it. None multiplies all rows at once.
+`block` is the number of rows that a matrix product always sees in deterministic mode: a row's bits
+then do not depend on how many rows came with it. None multiplies all rows at once.
 """
 import math
 import os
