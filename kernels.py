@@ -18,8 +18,7 @@ attends to, F expert width, P parts of a sum, N and n_in the sides of a matrix.
 `block` is the number of rows that a matrix product always sees in deterministic mode: a row's bits
 then do not depend on how many rows came with it. None multiplies all rows at once.
 """
-import math
-import os
+import itertools, math, os
 from typing import NamedTuple
 
 import torch
@@ -98,10 +97,8 @@ def dequantize(row, f):
 
 def dequantize_weight(weight, scale, dtype):
     """A stored matrix -> [out, in] dtype, exactly (e4m3 or e2m1 times a power of two fits bf16).
-
     weight e4m3 [out, in] with e8m0 scale [ceil(out/32), ceil(in/32)]; or int8 [out, in/2], two e2m1
-    a byte, with e8m0 scale [out, in/32]; or bf16/fp32 [out, in] with scale None.
-    """
+    a byte, with e8m0 scale [out, in/32]; or bf16/fp32 [out, in] with scale None."""
     if scale is None:
         return weight.to(dtype)
     scale = scale.to(dtype)
@@ -186,10 +183,8 @@ def _row(pool, table, slot, i, some, width, PER: constexpr, BYTES: constexpr):
 def _weights(w, scale, n, k0, N: constexpr, K: constexpr, FORM: constexpr, BK: constexpr,
              ACT: constexpr):
     """Rows n [BN] and columns k0..k0+BK of a stored matrix [N, K] -> [BN, BK] ACT.
-
     FORM 16: plain values. 8: e4m3 bytes with a scale for 32 x 32. 4: two e2m1 a byte with a scale
-    for 32 columns of a row. w and scale point at the matrix (int64 offsets are the caller's).
-    """
+    for 32 columns of a row. w and scale point at the matrix (int64 offsets are the caller's)."""
     BN: constexpr = n.shape[0]
     COLS: constexpr = (K + 31) // 32
     k, there, row = k0 + tl.arange(0, BK), n[:, None] < N, n[:, None].to(tl.int64)
@@ -210,9 +205,7 @@ def _weights(w, scale, n, k0, N: constexpr, K: constexpr, FORM: constexpr, BK: c
 # -- Dense -----------------------------------------------------------------------------------------
 def linear(x, w, block=None):
     """x [T, in] @ w [out, in].T -> fp32 [T, out], summed in fp32 whatever the input types.
-
-    `block`: rows go through in blocks of exactly that many (the last one padded with zeros).
-    """
+    `block`: rows go through in blocks of exactly that many (the last one padded with zeros)."""
     x, w = x.float(), w.float()
     if block is None:
         return x @ w.T
@@ -228,10 +221,8 @@ def rms_norm(x, weight, eps):
 
 def project(x, m, block=None, norm=None, eps=0.0, groups=1, side=None):
     """x [T, groups * in] -> fp32 [T, N], its products with a nanoflash.Linear m [N, in].
-
     norm [in]: rms_norm x first. groups: m is block-diagonal, g-th outputs of g-th columns (wo_a).
-    side: another Linear, not quantized, of the same x -> both results, of one launch.
-    """
+    side: another Linear, not quantized, of the same x -> both results, of one launch."""
     if not fused(x):
         a, w = rms_norm(x, norm, eps) if norm is not None else x, m.w
         parts = zip(a.to(w.dtype).chunk(groups, 1), w.chunk(groups))
@@ -248,9 +239,7 @@ def project(x, m, block=None, norm=None, eps=0.0, groups=1, side=None):
 def _product(x, norm, w, scale, t, n, T, stride, N: constexpr, K: constexpr, FORM: constexpr,
              NORM: constexpr, BK: constexpr, ACT: constexpr):
     """x [rows t, K] @ W [rows n, K].T -> fp32 [BT, BN]; NORM: of x times norm's weight.
-
-    Returns mean(x^2) [BT] too: a caller that norms multiplies by rsqrt(that + eps) afterwards.
-    """
+    Returns mean(x^2) [BT] too: a caller that norms multiplies by rsqrt(that + eps) afterwards."""
     acc = tl.zeros([t.shape[0], n.shape[0]], tl.float32)
     squares = tl.zeros([t.shape[0]], tl.float32)
     row, some = x + t[:, None].to(tl.int64) * stride, t[:, None] < T
@@ -293,9 +282,7 @@ def rotation(pos, frequencies):
 
 def rope(x, cos, sin):
     """Rotate the adjacent pairs (2i, 2i+1) of the last r channels: x [T, ..., n] -> fp32.
-
-    cos, sin [T, r/2]; rotate back with -sin. Channels before the last r pass through.
-    """
+    cos, sin [T, r/2]; rotate back with -sin. Channels before the last r pass through."""
     r = 2 * cos.shape[-1]
     x, tail = x.float().split([x.shape[-1] - r, r], -1)
     cos, sin = (t.view(-1, *[1] * (x.dim() - 2), r // 2) for t in (cos, sin))
@@ -331,10 +318,8 @@ def sinkhorn(a, iters, eps):
 
 def hc_mix(h, fn, scale, base, norm_eps, hc_eps, iters, block=None):
     """The weights of one site from the streams that it reads: h [T, S, D] -> pre, post, comb.
-
     fn [(2+S)S, S*D], scale [3], base [(2+S)S], all fp32. pre [T, S] collapses for the NEXT
-    sublayer, post [T, S] writes this one's output, comb [T, S, S] carries the streams over.
-    """
+    sublayer, post [T, S] writes this one's output, comb [T, S, S] carries the streams over."""
     S = h.shape[1]
     x = h.flatten(1).float()
     mixes = linear(x, fn, block) * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
@@ -357,12 +342,10 @@ def _hc_sizes(h, y, c):
 
 def hc_boundary(h, y, mix, site, c, block=None, features=None):
     """Between two sublayers: write y into the streams, read them for the next one.
-
     h [T, S, D]; y fp32 [T, P, D], parts of the sublayer's output to add in order, or None; mix as
     the boundary before returned it, None at the first; site (fn, scale, base) of the sublayer to
     come, None after the last; features: a list that gets the mean of the streams, like h [T, D].
-    -> h, x fp32 [T, D], mix. x is collapsed with the PREVIOUS site's pre.
-    """
+    -> h, x fp32 [T, D], mix. x is collapsed with the PREVIOUS site's pre."""
     if not fused(h):
         h = h if y is None else hc_expand(h, sum(y.unbind(1)).to(h.dtype), *mix[1:])
         if features is not None:
@@ -460,15 +443,14 @@ def queries(a, q_norm, kv_norm, wq, rotate, slot, pos, window, H, Hi, eps, dtype
     writes the window rows pos of the sequences in slot, int64 [T], into the Pool `window`.
 
     wq: wq_b over indexer.wq_b (Hi 0: without); None: only the window rows are wanted. Both queries
-    and K = V are rotated, index queries rounded to FP4, window rows to FP8.
-    """
+    and K = V are rotated, index queries rounded to FP4, window rows to FP8."""
     (T, Q), d = a.shape, len(kv_norm)
     Q, n_q = Q - d, H * d
     if not fused(a):
         kv = rms_norm(a[:, Q:], kv_norm, eps).to(dtype)
         window.write(slot, pos, quantize(rope(kv, *rotate), FP8))
         if wq is None:
-            return
+            return None, None
         x = project(a[:, :Q], wq, block, q_norm, eps)
         q = rope(x[:, :n_q].unflatten(1, (H, -1)), *rotate).to(dtype)
         if not Hi:
@@ -488,10 +470,8 @@ def queries_kernel(a, q_norm, kv_norm, w, scale, cos, sin, slot, pos, window, ta
                    width, Q: constexpr, d: constexpr, r: constexpr, NQ: constexpr, NI: constexpr,
                    di: constexpr, PER: constexpr, BN: constexpr, BK: constexpr, ACT: constexpr):
     """Grid (tiles of q and index q, then one for the window rows; blocks of 16 rows).
-
     a fp32 [T, Q + d]: what wq_a and wkv gave. w: wq_b over indexer.wq_b [NQ + NI, Q], e4m3.
-    Writes q ACT [T, NQ], index queries ACT [T, NI] as FP4 would give them back, and window rows.
-    """
+    Writes q ACT [T, NQ], index queries ACT [T, NI] as FP4 would give them back, and window rows."""
     tile, t = tl.program_id(0), tl.program_id(1) * 16 + tl.arange(0, 16)
     some, at = t < T, t.to(tl.int64)
     if tile == (NQ + NI) // BN:
@@ -519,9 +499,7 @@ def queries_kernel(a, q_norm, kv_norm, w, scale, cos, sin, slot, pos, window, ta
 
 def pool_pair(first, second):
     """Ratio-2 compressor: (kv, gate) of the two tokens, each [n, 2, d] fp32 -> latent [n, d].
-
-    Per channel, the softmax of the two gates weighs the two values.
-    """
+    Per channel, the softmax of the two gates weighs the two values."""
     gate = torch.maximum(first[:, 1], second[:, 1])
     a, b = torch.exp(first[:, 1] - gate), torch.exp(second[:, 1] - gate)
     return (a * first[:, 0] + b * second[:, 0]) / (a + b)
@@ -529,11 +507,9 @@ def pool_pair(first, second):
 def compress(a, norm, wk, k_norm, rotate, batch, ring, latents, keys, ratio, eps, dtype,
              block=None):
     """Full layers: the latent and index key of every group that these rows complete, as FP4.
-
     a fp32 [T, ..]: kv, and for ratio 2 gate, of each row [d]; wk Linear [di, d]; ring fp32 [slot,
     position % R, 2, d]: a pair's first token is the row before or, at the seam of a chunk, there;
-    latents, keys: Pools; rotate: of each row's group. batch: nanoflash.Batch.
-    """
+    latents, keys: Pools; rotate: of each row's group. batch: nanoflash.Batch."""
     (T, A), d, pos, slot, done = a.shape, len(norm), batch.pos, batch.slot, slice(None)
     if not fused(a):
         latent = a[:, :d]
@@ -583,11 +559,9 @@ def compress_kernel(a, norm, wk, k_norm, cos, sin, slot, pos, last, ring, latent
                     r: constexpr, RATIO: constexpr, PER: constexpr, RING: constexpr, BK: constexpr,
                     ACT: constexpr):
     """Grid (blocks of 16 rows): latents and index keys of the groups that rows complete.
-
     a fp32 [T, A]: what wkv (and wgate) gave. last int64 [T]: the last row of a row's sequence. At
     a sequence's first row the pair's first token is in the ring, which the program then renews:
-    one program has both, so that nothing is overwritten before it is read.
-    """
+    one program has both, so that nothing is overwritten before it is read."""
     t, c = tl.program_id(0) * 16 + tl.arange(0, 16), tl.arange(0, d)
     some, at = t < T, t.to(tl.int64)
     p, s = tl.load(pos + t, some, 0), tl.load(slot + t, some, 0)
@@ -620,9 +594,7 @@ def compress_kernel(a, norm, wk, k_norm, cos, sin, slot, pos, last, ring, latent
 
 def index_scores(q, w, keys, block=None):
     """score[t, j] = sum_h w[t, h] * relu(q[t, h] . keys[j]) -> fp32 [T, n].
-
-    q [T, Hi, di], w [T, Hi], keys [n, di], all fp32 (dequantized FP4).
-    """
+    q [T, Hi, di], w [T, Hi], keys [n, di], all fp32 (dequantized FP4)."""
     n_rows, n_keys, size = q.shape[0], keys.shape[0], block or q.shape[0]
     if block is not None:                                # every product gets the same shape
         q, w = (F.pad(t, (0, 0) * (t.dim() - 1) + (0, -n_rows % block)) for t in (q, w))
@@ -635,9 +607,7 @@ def index_scores(q, w, keys, block=None):
 
 def topk_mask(scores, k):
     """The k highest of each row, equal scores to the lower index: [T, n] -> bool [T, n].
-
-    -inf is never taken, so fewer than k are set where fewer are visible.
-    """
+    -inf is never taken, so fewer than k are set where fewer are visible."""
     k = min(k, scores.shape[1])
     if k == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
@@ -655,10 +625,8 @@ def mask_to_index(mask, k):
 
 def candidate_blocks(scores, n_visible, size, k):
     """Level one of two-level top-k: scores [T, n] (-inf: invisible) -> bool [T, ceil(n/size)].
-
     Keeps the k blocks of `size` consecutive groups with the highest best score; the block of the
-    newest visible group (n_visible [T] - 1) always stays and counts as one of the k.
-    """
+    newest visible group (n_visible [T] - 1) always stays and counts as one of the k."""
     best = F.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf)
     best = best.unflatten(1, (-1, size)).amax(-1)
     newest = (n_visible[:, None] - 1).div(size, rounding_mode="floor")
@@ -667,10 +635,8 @@ def candidate_blocks(scores, n_visible, size, k):
 
 def index(q, w, batch, keys, ratio, role, c, block=None):
     """Full and reindex layers: the groups that each row may attend to -> int64 [T, K].
-
     q [T, Hi, di] as FP4 gives it back, w fp32 [T, Hi]; keys: Pool. role "source" fills
-    batch.candidates [T, C], "reader" scores those blocks only. Both ascending, -1 padded.
-    """
+    batch.candidates [T, C], "reader" scores those blocks only. Both ascending, -1 padded."""
     size, n_kept, (T, Hi, di) = c.candidate_block_size, c.candidate_topk_blocks, q.shape
     factor = di**-0.5 * Hi**-0.5
     if fused(q):
@@ -734,11 +700,9 @@ def scores_kernel(q, w, rows, table, slot, pos, candidates, kept, out, best, n, 
                   factor, RATIO: constexpr, SIZE: constexpr, HI: constexpr, DI: constexpr,
                   PER_PAGE: constexpr, HP: constexpr, BN: constexpr, ACT: constexpr):
     """score[t, j] = sum_h w[t, h] * relu(q[t, h] . key_j), -inf where j is not visible.
-
     Grid (tiles of BN columns, T): scores fp32 [T, n], and best [T, blocks] for candidate blocks.
     Column j is group j; with candidates int64 [T, kept] group candidates[t, j / SIZE] * SIZE +
-    j % SIZE. FP4 is exact in bf16: only sums round. HP: HI padded to what a dot takes.
-    """
+    j % SIZE. FP4 is exact in bf16: only sums round. HP: HI padded to what a dot takes."""
     t, j = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     group = j
     if candidates is not None:                           # block -1 gives groups below 0
@@ -771,12 +735,10 @@ def scores_kernel(q, w, rows, table, slot, pos, candidates, kept, out, best, n, 
 def topk_kernel(scores, candidates, kept, best, out, n, SIZE: constexpr, K: constexpr,
                 KP: constexpr, TILE: constexpr):
     """The K highest of every tile, in their order, equal ones to the lower column, never -inf.
-
     Grid (tiles of TILE >= K columns, T). scores fp32 [T, n] -> best fp32, out int64 [T, tiles, K]:
     their scores and groups (columns as in scores_kernel), -inf and -1 where there are fewer. A tile
     stays in registers, so it is cheap to count 32 times: that finds the K-th highest bit by bit, as
-    an integer that sorts like the score. KP: the power of two from K on.
-    """
+    an integer that sorts like the score. KP: the power of two from K on."""
     t, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE + tl.arange(0, TILE)
     score = tl.load(scores + t * n + i, i < n, float("-inf"))
     bits = score.to(tl.int32, bitcast=True)
@@ -808,7 +770,6 @@ def topk_kernel(scores, candidates, kept, best, out, n, SIZE: constexpr, K: cons
 
 def attend(q, kv, visible, sink):
     """Attention with K = V and a sink: q [T, H, d], kv [T, L, d], visible bool [T, L] -> [T, H, d].
-
     One softmax over all L rows of a token; the per-head logit sink [H] joins the denominator only.
     Scale d^-0.5. A query that sees nothing returns zeros. Invisible rows may hold anything (NaN).
     """
@@ -824,33 +785,33 @@ def attend(q, kv, visible, sink):
     p = torch.exp(logits - top)
     return torch.bmm(p, kv) / (p.sum(-1, keepdim=True) + torch.exp(sink[:, None] - top))
 
-def attention(q, sink, slot, newest, L, window, latents, selected, rotate, dtype):
+def attention(q, sink, slot, newest, oldest, L, window, latents, selected, rotate, dtype):
     """q [T, H, d] -> [T, H * d] dtype, its rotation undone (K = V carried it): each row sees L rows
-    of the window up to newest [T] and its selected groups [T, K], all under one softmax.
+    of the window, to newest [T], from oldest [T], and its selected groups [T, K], in one softmax.
 
     slot int64 [T]; window, latents (None: no groups): Pools. Always as many keys: a row's bits
-    depend on that row alone.
-    """
+    depend on that row alone."""
     (T, H, d), cos, K = q.shape, rotate[0], selected.shape[1] if latents else 0
     if T > ROWS:
         pieces = [slice(a, a + ROWS) for a in range(0, T, ROWS)]
-        return torch.cat([attention(q[i], sink, slot[i], newest[i], L, window, latents,
+        return torch.cat([attention(q[i], sink, slot[i], newest[i], oldest[i], L, window, latents,
                                     selected[i] if K else None, [t[i] for t in rotate], dtype)
                           for i in pieces])
     if not fused(q):
         at = newest[:, None] + torch.arange(1 - L, 1, device=q.device)                 # [T, L]
+        seen = at >= oldest[:, None]
         kv = dequantize(window.read(slot[:, None], at), FP8)                            # [T, L, d]
         if K:
             kv = torch.cat([kv, dequantize(latents.read(slot[:, None], selected), LATENT)], 1)
-            at = torch.cat([at, selected], 1)
-        return rope(attend(q.float(), kv, at >= 0, sink), cos, -rotate[1]).to(dtype).flatten(1)
+            seen = torch.cat([seen, selected >= 0], 1)
+        return rope(attend(q.float(), kv, seen, sink), cos, -rotate[1]).to(dtype).flatten(1)
     groups, splits = latents or window, triton.cdiv(L, SPLIT) + triton.cdiv(K, SPLIT)
     part, top, total = (torch.empty(T, splits, H, n, device=q.device) for n in (d, 1, 1))
     o = torch.empty(T, H * d, dtype=dtype, device=q.device)
     few = q.is_cuda and torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
     heads = 16 if few and few < 2**17 else min(64, max(16, triton.next_power_of_2(H)))
     attend_kernel[splits, T](
-        q, slot, newest, window.rows, window.table, window.table.stride(0), groups.rows,
+        q, slot, newest, oldest, window.rows, window.table, window.table.stride(0), groups.rows,
         groups.table, groups.table.stride(0), selected if K else newest, part, top, total, H, d, L,
         K, window.per_page, groups.per_page, SPLIT, heads, _act(q.dtype), num_warps=8, num_stages=1)
     combine_kernel[H, T](part, top, total, sink, *rotate, o, splits,
@@ -882,24 +843,22 @@ def _fp4_pairs(row, seen, d: constexpr, ACT: constexpr):
     return _scaled(_e2m1(byte & 15), s, ACT), _scaled(_e2m1(byte >> 4), s, ACT)
 
 @jit
-def attend_kernel(q, slot, newest, window, window_table, width_w, latents, latent_table,
+def attend_kernel(q, slot, newest, oldest, window, window_table, width_w, latents, latent_table,
                   width_g, selected, part, top, total, H: constexpr, d: constexpr,
                   L: constexpr, K: constexpr, PAGE: constexpr, GROUPS: constexpr, ROWS: constexpr,
                   BH: constexpr, ACT: constexpr):
     """Grid (splits, T): one query, all its heads, against ROWS cache rows, which are read once.
-
     window, latents: rows of Pools with PAGE and GROUPS rows a page. The first splits take the
     window, the others the selection. Per split and head: top, total fp32 [T, splits, H], the
     greatest logit and sum(exp(logit - top)), -inf and 0 where nothing is seen; part fp32
     [T, splits, H, 2, d/2], sum(exp(logit - top) * row). Even and odd channels stay apart: a byte of
-    FP4 holds one of each, and so does a rotated pair.
-    """
+    FP4 holds one of each, and so does a rotated pair."""
     split, t, i = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, ROWS)
     SPLITS: constexpr = (L + ROWS - 1) // ROWS
     if split < SPLITS:
         i += split * ROWS
         at = tl.load(newest + t) - L + 1 + i
-        seen = (at >= 0) & (i < L)
+        seen = (at >= tl.load(oldest + t)) & (i < L)
         page = tl.load(window_table + tl.load(slot + t) * width_w + at // PAGE, seen, 0)
         row = window + (page * PAGE + at % PAGE) * (d + d // 32)
         even, odd = _fp8_pairs(row, seen, d, ACT)
@@ -950,10 +909,8 @@ def combine_kernel(part, top, total, sink, cos, sin, o, SPLITS: constexpr, BS: c
 # -- Experts ---------------------------------------------------------------------------------------
 def route(logits, bias, k, scale):
     """sqrt-softplus router: logits [T, E], bias [E] -> experts int64 [T, k], weights fp32 [T, k].
-
     s = sqrt(softplus(logits)); the k highest of s + bias, ties to the lower expert; the bias picks
-    and never weighs: w = s / (sum of the k s + 1e-20) * routed_scaling_factor.
-    """
+    and never weighs: w = s / (sum of the k s + 1e-20) * routed_scaling_factor."""
     s = torch.sqrt(logits.clamp(min=0) + torch.log1p(torch.exp(-logits.abs())))
     experts = (s + bias).sort(dim=-1, descending=True, stable=True).indices[:, :k]
     w = s.gather(1, experts)
@@ -989,8 +946,7 @@ def router_kernel(x, norm, gate, bias, scores, count, experts, weights, T, eps, 
                   BK: constexpr, ACT: constexpr):
     """Grid (tiles of 16 experts, blocks of 16 rows): see router. Each program leaves its scores in
     `scores` fp32 [T, E] and takes a ticket from count int32 [blocks of rows], zeros. The last one
-    finds all of them there, picks, and sets count back to 0.
-    """
+    finds all of them there, picks, and sets count back to 0."""
     n, t = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(1) * 16 + tl.arange(0, 16)
     acc, squares = _product(x, norm, gate, gate, t, n, T, D, E, D, 16, True, BK, ACT)
     row, there = scores + t[:, None] * E, t[:, None] < T
@@ -1014,12 +970,12 @@ def router_kernel(x, norm, gate, bias, scores, count, experts, weights, T, eps, 
         tl.store(experts + out, picked.to(tl.int64), mine)
         tl.store(weights + out, w, mine)
 
-def experts(x, norm, eps, chosen, weight, up, down, limit, dtype, block=None):
-    """x fp32 [T, D], rms_normed here -> fp32 [T, k + 1, D]: what each chosen expert adds, then the
-    shared one: w2 @ (weight * swiglu(w1 @ x, w3 @ x)).
+def experts(x, norm, eps, chosen, weight, up, down, limit, dtype, block=None, shared=True):
+    """x [T, D], rms_normed here unless norm is None -> fp32 [T, k + 1, D]: what each chosen expert
+    adds, then the shared one, if it is wanted: w2 @ (weight * swiglu(w1 @ x, w3 @ x)).
 
-    chosen, weight [T, k] of `route`; up, down: lists of Linear [2F, D] (w1 over w3) and [D, F], the
-    shared one last. For the kernels w, scale [E, ...] of the routed ones, then of the shared one.
+    chosen, weight [T, k] of `route`; -1 is no expert, its place holds anything. up, down: lists of
+    Linear [2F, D] (w1 over w3) and [D, F], the shared one last. For the kernels w, scale [E, ...].
     """
     (T, k), D = chosen.shape, x.shape[1]
     out = torch.empty(T, k + 1, D, device=x.device)
@@ -1029,14 +985,15 @@ def experts(x, norm, eps, chosen, weight, up, down, limit, dtype, block=None):
         for x, w, y, N, n_in in ((x, up, act, 2 * width, D), (act, down, out, D, width)):
             BN = 32 if N % 64 else 64
             experts_kernel[N // BN, min(T, 16) * (k + 1), triton.cdiv(T, 16)](
-                x, norm, chosen, weight, *w, y, T, 0, eps, limit, len(w[0]), N, n_in, k,
-                triton.next_power_of_2(k + 1), w is up, BN, 128, _act(dtype), num_warps=4,
-                num_stages=4)
+                x, norm if w is up else None, chosen, weight, *w, y, T, eps, limit, len(w[0]), N,
+                n_in, k, triton.next_power_of_2(k + 1), w is up, shared, BN, 128, _act(dtype),
+                num_warps=4, num_stages=4)
         return out
     E = len(up) - 1
-    chosen, weight = F.pad(chosen, (0, 1), value=E), F.pad(weight, (0, 1), value=1.0)
-    x = rms_norm(x, norm, eps)                                              # to a Linear's dtype
-    for e in chosen.unique().tolist():
+    chosen = F.pad(chosen, (0, 1), value=E if shared else -1)
+    weight = F.pad(weight, (0, 1), value=1.0)
+    x = x if norm is None else rms_norm(x, norm, eps)                       # to a Linear's dtype
+    for e in chosen[chosen >= 0].unique().tolist():
         row, place = (chosen == e).nonzero(as_tuple=True)
         gate, value = project(x[row], up[e], block).chunk(2, 1)
         act = weight[row, place, None] * swiglu(gate, value, limit)
@@ -1044,23 +1001,21 @@ def experts(x, norm, eps, chosen, weight, up, down, limit, dtype, block=None):
     return out
 
 @jit
-def experts_kernel(x, norm, experts, weights, w, w_scale, s, s_scale, y, T, first, eps, limit,
+def experts_kernel(x, norm, experts, weights, w, w_scale, s, s_scale, y, T, eps, limit,
                    E: constexpr, N: constexpr, K: constexpr, TOP: constexpr, TPAD: constexpr,
-                   UP: constexpr, BN: constexpr, BK: constexpr, ACT: constexpr):
+                   UP: constexpr, SHARED: constexpr, BN: constexpr, BK: constexpr, ACT: constexpr):
     """Grid (tiles of BN rows of the weights, slots, blocks of 16 rows of x).
-
-    w FP4 [E, N, K/2] are the routed experts first .. first + E - 1; s e4m3 [N, K] the shared one:
-    number E here, choice TOP of every row. Slot j is choice j % (TOP + 1) of row j // (TOP + 1).
-    Weights are all that costs, and rows may agree: the first slot with an expert multiplies it by
-    every row that chose it, the others leave. A product always has 16 rows, so a row's bits do not
-    depend on who else is there. UP: x [T, K], normed here, N = 2F -> y [T, TOP + 1, F], weight *
-    swiglu(w1 x, w3 x); a tile pairs rows of w1 and w3. Else: x [T, TOP + 1, K] -> y [.., N].
-    """
+    w FP4 [E, N, K/2] are the routed experts, s e4m3 [N, K] the shared one: number E, choice TOP of
+    every row where it is wanted. Slot j is choice j % (TOP + 1) of row j // (TOP + 1).
+    Rows may agree: the first slot with an expert multiplies its weights by every row that chose it,
+    the others leave. A product always has 16 rows, so a row's bits depend on that row alone.
+    UP: x [T, K], normed here if norm is given, N = 2F -> y [T, TOP + 1, F], weight * swiglu(w1 x,
+    w3 x); a tile pairs rows of w1 and w3. Else: x [T, TOP + 1, K] -> y [.., N]."""
     t, i = tl.program_id(2) * 16 + tl.arange(0, 16), tl.arange(0, TPAD)
     slot, slots = tl.program_id(1), tl.arange(0, 16)[:, None] * (TOP + 1) + i
     there = t[:, None] < T
-    ids = tl.load(experts + t[:, None] * TOP + i, there & (i < TOP), -1) - first
-    ids = tl.where(there & (i == TOP), E, tl.where(ids < E, ids, -1))   # [16, TPAD], < 0: nobody's
+    ids = tl.load(experts + t[:, None] * TOP + i, there & (i < TOP), -1)
+    ids = tl.where(there & (i == TOP) & SHARED, E, ids)                 # [16, TPAD], -1: nobody's
     e = tl.max(tl.where(slots == slot, ids, -1))
     if (e < 0) | (tl.min(tl.where(ids == e, slots, slot)) < slot):
         return
@@ -1072,13 +1027,15 @@ def experts_kernel(x, norm, experts, weights, w, w_scale, s, s_scale, y, T, firs
     else:
         n, rows = tl.program_id(0) * BN + j, T * (TOP + 1)
         source = tl.where(mine, place, rows)
+    NORM: constexpr = norm is not None
     if e == E:
-        acc, squares = _product(x, norm, s, s_scale, source, n, rows, K, N, K, 8, UP, BK, ACT)
+        acc, squares = _product(x, norm, s, s_scale, source, n, rows, K, N, K, 8, NORM, BK, ACT)
     else:
         w, w_scale = w + e * (N * K // 2), w_scale + e * (N * K // 32)
-        acc, squares = _product(x, norm, w, w_scale, source, n, rows, K, N, K, 4, UP, BK, ACT)
+        acc, squares = _product(x, norm, w, w_scale, source, n, rows, K, N, K, 4, NORM, BK, ACT)
     if UP:
-        gate, up = tl.split(tl.reshape(acc * tl.rsqrt(squares + eps)[:, None], [16, BN // 2, 2]))
+        acc = acc * tl.rsqrt(squares + eps)[:, None] if NORM else acc
+        gate, up = tl.split(tl.reshape(acc, [16, BN // 2, 2]))
         gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, tl.PropagateNan.ALL)
         weight = tl.load(weights + t * TOP + choice, mine & (choice < TOP), 1.0)
@@ -1089,9 +1046,60 @@ def experts_kernel(x, norm, experts, weights, w, w_scale, s, s_scale, y, T, firs
         tl.store(y + place[:, None].to(tl.int64) * N + n, acc, mine[:, None])
 
 # -- Engram ----------------------------------------------------------------------------------------
+# numpy promises no stable stream, so its generator stands here, on Python ints.
+def seed_sequence(entropy):
+    """numpy's SeedSequence(entropy).generate_state(8): 8 uint32, for entropy below 2^32."""
+    def mix(x, k, init=0x43B0D7E5, mult=0x931E8875):       # the k-th call has its own constants
+        x = (x ^ init * mult**k) * init * mult ** (k + 1) & 0xFFFFFFFF
+        return x ^ x >> 16
+    pool = [mix(x, k) for k, x in enumerate((entropy, 0, 0, 0))]
+    for k, (src, dst) in enumerate(itertools.permutations(range(4), 2), 4):
+        x = 0xCA01F9DD * pool[dst] - 0x4973F715 * mix(pool[src], k) & 0xFFFFFFFF
+        pool[dst] = x ^ x >> 16
+    return [mix(x, k, 0x8B51F9DD, 0x58F38DED) for k, x in enumerate(pool * 2)]
+
+def random_integers(seed, bound, n):
+    """numpy.random.default_rng(seed).integers(0, bound, n): PCG64 XSL-RR, then Lemire's method."""
+    m64, m128, mult = 2**64 - 1, 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
+    s = seed_sequence(seed)
+    s = [s[i] | s[i + 1] << 32 for i in range(0, 8, 2)]
+    inc = ((s[2] << 64 | s[3]) << 1 | 1) & m128
+    state = ((inc + (s[0] << 64 | s[1])) * mult + inc) & m128
+    out = []
+    while len(out) < n:
+        state = (state * mult + inc) & m128
+        x, rot = (state >> 64 ^ state) & m64, state >> 122
+        product = ((x >> rot | x << (64 - rot)) & m64) * bound
+        if product & m64 >= (2**64 - bound) % bound:
+            out.append(product >> 64)
+    return out
+
+def engram_primes(c):
+    """[table][n - 2][head]: the primes from engram_vocab_size up in this order, none twice."""
+    primes = (p for p in itertools.count(c.engram_vocab_size)
+              if all(p % q for q in range(2, math.isqrt(p) + 1)))
+    orders = range(2, c.engram_max_ngram_size + 1)
+    return [[list(itertools.islice(primes, c.engram_n_heads)) for _ in orders]
+            for _ in c.engram_layer_ids]
+
+def engram_multipliers(c, layer):
+    """One odd multiplier for each look-back of the n-gram hash of a layer: ints [N]."""
+    bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
+    return [2 * x + 1 for x in random_integers(10007 * layer, bound, c.engram_max_ngram_size)]
+
+def ngram_rows(classes, multipliers, primes, offsets):
+    """Table rows of the n-grams that end at each token: -> int64 [T, (N-1) * heads].
+    classes int64 [T, N]: the token's own class first, then looking back. For n = 2..N the XOR of
+    class[i] * multipliers[i], i < n, modulo primes [N-1, heads], plus offsets [N-1, heads]."""
+    rolling = classes * multipliers                                            # [T, N]
+    rows = []
+    for n in range(1, classes.shape[1]):
+        rolling[:, n] ^= rolling[:, n - 1]
+        rows.append(rolling[:, n, None] % primes[n - 1] + offsets[n - 1])
+    return torch.cat(rows, 1)
+
 def engram_write(h, y, mix, kv, q_weight, k_weight, c):
     """h[s] += gate[s] * value, each stream gated by its own match with its key.
-
     h, y, mix: see hc_boundary, y is written first; kv fp32 [T, (S + 1) * D]: a key for each stream,
     then the value; q_weight, k_weight [S, D] -> like h.
     gate = sigmoid(ssqrt(<norm(h), norm(key)> * D^-0.5)), ssqrt(a) = sign(a) * sqrt(max(|a|, 1e-6)).
@@ -1113,10 +1121,7 @@ def engram_write(h, y, mix, kv, q_weight, k_weight, c):
 def engram_kernel(h, y, mixes, scale, base, kv, q_weight, k_weight, h_out, norm_eps, hc_eps,
                   D: constexpr, S: constexpr, ITERS: constexpr, PARTS: constexpr, CHUNKS: constexpr,
                   COLS: constexpr, BD: constexpr, ACT: constexpr):
-    """Grid (S, T): the previous sublayer's write and the gated memory, for one stream of a row.
-
-    kv fp32 [T, (S + 1) * D]: a key for each stream, then the value; see engram_write.
-    """
+    """Grid (S, T): see engram_write, for one stream of a row; y is written before."""
     k, t, at = tl.program_id(0), tl.program_id(1), tl.program_id(1).to(tl.int64)
     post, comb = 0.0, 0.0
     if PARTS:
@@ -1157,9 +1162,7 @@ def philox(seed, c0, c1, c2=0):
 
 def uniform(seed, pos, n, device=None, stream=0):
     """Random numbers in (0, 1), float64 [n], of one position of one request and one purpose.
-
-    stream: 0 the target's draws, 1 the draft's own draws, 2 whether a draft is accepted.
-    """
+    stream: 0 the target's draws, 1 the draft's own draws, 2 whether a draft is accepted."""
     token, pos = torch.arange(n, device=device), torch.tensor(pos, device=device)
     return (philox(seed, token, pos, stream).double() + 0.5) * 2.0**-32
 
@@ -1178,10 +1181,8 @@ def scaled_logits(logits, temperature, top_p=1.0):
 
 def sample(logits, temperature, top_p, seed, pos, stream=0):
     """One token id (int) for position `pos` from logits fp32 [V].
-
     temperature 0: the argmax, ties to the lower id. Otherwise an exact draw, by Gumbel noise that
-    depends on seed, position and stream alone: who draws at a position again, draws the same.
-    """
+    depends on seed, position and stream alone: who draws at a position again, draws the same."""
     if temperature == 0:
         return int(logits.argmax())
     scaled = scaled_logits(logits, temperature, top_p)

@@ -8,17 +8,17 @@ What is unusual about this model, and the section that shows it:
     Config       layers that see a window only, encoder (1 latent per 2 tokens), decoder (1 per 1)
     Checkpoint   FP8 and FP4 weights with power-of-two scales; 189 GiB of Engram tables stay on disk
     Prompt       chat marks are ids between pieces of text, so that no text can forge one
-    Cache        890 bytes of packed FP4 a token for all layers, FP8 window rows in pages
+    Cache        890 bytes of packed FP4 a token for all layers; pages that later prompts find again
+    Ranks        experts shared out over processes, tokens sent to them and back
     Model        mHC (4 residual streams), CSA2 (a few layers make keys and selections for all),
                  CED (the decoder's one KV is projected once, at its first layer), Engram, MoE
     Draft        DSpark: three stages guess five tokens at once, the model judges them in one step
     Engine       requests join and leave between steps; one forward for prefill, decode, judging
     Main         the command line
 
-Four ideas keep it small and right. One forward: a batch is ragged (ids, pos, slot [T]), whatever
-mix of prompts and decode rows it holds. State is addressed by position; lengths decide what is
-visible. Every operation stands in kernels.py, once. A row's result depends on that row alone,
-which `deterministic` makes true to the last bit.
+Four ideas keep it small and right. One forward: a batch is ragged, whatever mix of prompts and
+decode rows it holds. State is addressed by position; lengths decide what is visible. Every
+operation stands in kernels.py, once. A row's result depends on that row alone.
 
 Dimension letters: T tokens (rows of a batch), D hidden, H heads, d head dim, r rotated channels,
 S streams, W window, K selected groups (K.name is kernels.name), E experts, k experts a token,
@@ -27,18 +27,21 @@ A *group* is the `ratio` tokens that share a latent, a *slot* a sequence's row i
 """
 from __future__ import annotations
 
-import argparse, codecs, itertools, json, math, mmap, operator, os, sys, time, warnings
+import argparse, atexit, codecs, collections, copy, hashlib, itertools, json, math, mmap, operator
+import os, runpy, sys, time, warnings
 from dataclasses import MISSING, dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, normalizers
 
 import kernels as K
 
-DEFAULT_MODEL = Path(__file__).resolve().parent / "docs" / "tiny"
+DOCS = Path(__file__).resolve().parent / "docs"
 
 # == Config: config.json, checked, and one LayerPlan per layer =====================================
 # keys that change the arithmetic, with the one value that is computed here (if absent, too)
@@ -53,16 +56,14 @@ REQUIRED = {
 INERT = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map",
          "initializer_range", "attention_dropout", "pad_token_id", "use_cache"}
 RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engram_pad_token_id"}
-# a mechanism's keys stand together: all of this prefix, and the one that turns it on
-SWITCHES = {"candidate_": "candidate_source_layer_id", "engram_": "engram_layer_ids",
-            "dspark_": "num_nextn_predict_layers"}
+# mechanisms that a model may lack: the keys of one, by their beginnings, stand together
+OPTIONAL = ("candidate_", "engram_", ("dspark_", "num_nextn_"))
 VISION = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", "num_hidden_layers")
-KINDS = {              # annotation -> what it stands for, and whether a value is that
-    "int": ("a whole number from 0 below 2^31", lambda x: type(x) is int and 0 <= x < 2**31),
-    "float": ("a number from 0 below 2^31", lambda x: type(x) in (int, float) and 0 <= x < 2**31),
-    "tuple": ("a list of whole numbers from 0 below 2^31",
-              lambda x: type(x) is tuple and all(map(KINDS["int"][1], x))),
-    "dict": ("an object with whole numbers as sizes",
+KINDS = {      # annotation -> what it stands for, numbers from 0 below 2^31, and whether x is that
+    "int": ("an integer", lambda x: type(x) is int and 0 <= x < 2**31),
+    "float": ("a number", lambda x: type(x) in (int, float) and 0 <= x < 2**31),
+    "tuple": ("a list of integers", lambda x: type(x) is tuple and all(map(KINDS["int"][1], x))),
+    "dict": ("an object of integers",
              lambda x: type(x) is dict and all(KINDS["int"][1](x.get(n, 0)) for n in VISION))}
 
 def need(condition, message):
@@ -75,9 +76,8 @@ class LayerPlan:
     """What one layer does with the compressed KV (CSA2), from the schedule in config.json."""
     index: int
     ratio: int                        # 0 window only, 2 encoder, 1 decoder
-    mode: str                         # "window": no compressed KV; "full": makes latents, keys and
-                                      # a selection; "reindex": a selection only; "reuse": nothing;
-                                      # "draft": a draft stage, numbered on from the layers
+    mode: str                         # "window"; "full" makes latents, keys and a selection,
+                                      # "reindex" a selection only, "reuse" nothing; "draft" stage
     kv_source: int | None = None      # the layer whose latents and index keys this one reads
     index_source: int | None = None   # the layer whose selection this one attends to
     candidates: str | None = None     # "source" publishes blocks, "reader" scores in them only
@@ -113,8 +113,7 @@ class Config:
     @classmethod
     def load(cls, path):
         """Read config.json, composite with `text_config` or flat; path: the file or its folder."""
-        path = Path(path)
-        path = path if path.is_file() else path / "config.json"
+        path = Path(path) if Path(path).is_file() else Path(path) / "config.json"
         raw = _json(path)
         try:
             return cls.read(raw)
@@ -128,42 +127,39 @@ class Config:
         values = {}
         for key, value in _flatten(raw):
             key, value = RENAMED.get(key, key), tuple(value) if isinstance(value, list) else value
-            if key in REQUIRED:
-                need(value == REQUIRED[key], f"{key} is {value!r}; this engine computes "
-                     f"{REQUIRED[key]!r} only")
-            elif key in known:
-                need(values.setdefault(key, value) == value, f"{key} is both {values[key]!r} and "
-                     f"{value!r}")
-            else:
-                need(key in INERT, f"unknown key {key!r}")
-        lost = [k for k, f in known.items() if k not in values
-                and f.default is f.default_factory is MISSING]
-        for prefix, switch in SWITCHES.items():
-            group = {switch, *(k for k in known if k.startswith(prefix))}
-            if any(values.get(k) for k in group):
-                lost += sorted(group - values.keys())
+            if key in known:
+                first = values.setdefault(key, value)
+                need(value == first, f"{key} is both {first!r} and {value!r}")
+            elif key not in INERT:
+                need(key in REQUIRED, f"unknown key {key!r}")
+                only = REQUIRED[key]
+                need(value == only, f"{key} is {value!r}; this engine computes {only!r} only")
+        groups = [[k for k in known if k.startswith(prefix)] for prefix in OPTIONAL]
+        needed = [k for k, f in known.items() if f.default is f.default_factory is MISSING]
+        needed += [k for group in groups if any(map(values.get, group)) for k in group]
+        lost = [k for k in needed if k not in values]
         need(not lost, f"it lacks {', '.join(lost)}")
         return cls(**{known[k].name: v for k, v in values.items()})
 
     def __post_init__(self):
         for f in fields(self):
-            value, (what, is_one) = getattr(self, f.name), KINDS[f.type.split()[0]]
-            if not (value is None and "None" in f.type):
-                need(is_one(value), f"{f.name} is {value!r:.60}, not {what}")
-                need(value != 0 or f.default == 0 or f.name.endswith("_id"), f"{f.name} is 0, it "
-                     "must be positive")
+            name, value = f.name, getattr(self, f.name)
+            what, is_one = KINDS[f.type.split()[0]]
+            need(value is None and "None" in f.type or is_one(value),
+                 f"{name} is {value!r:.60}, not {what} from 0 below 2^31")
+            need(value != 0 or f.default == 0 or name.endswith("_id"), f"{name} is 0, not positive")
         for name, unit in (("head_dim", 32), ("index_head_dim", 32), ("hidden_size", 32),
                            ("moe_intermediate_size", 32), ("engram_head_dim", 32),
                            ("qk_rope_head_dim", 2), ("num_attention_heads", self.o_groups)):
-            need(getattr(self, name) % unit == 0, f"{name} {getattr(self, name)} is not a multiple "
-                 f"of {unit} (its quantizer's block, its pairs or its groups)")
-        for large, *smalls in (
-                ("head_dim", "qk_rope_head_dim"), ("index_head_dim", "qk_rope_head_dim"),
-                ("max_position_embeddings", "sliding_window", "index_topk"),
-                ("n_routed_experts", "num_experts_per_tok"),
-                ("dspark_n_routed_experts", "dspark_num_experts_per_tok"),
-                ("vocab_size", "engram_compressed_vocab_size", "bos_token_id", "eos_token_id",
-                 "engram_pad_token_id", "dspark_noise_token_id", "image_token_id")):
+            value = getattr(self, name)
+            need(value % unit == 0, f"{name} {value} is not a multiple of {unit}")
+        for large, smalls in (
+                ("head_dim", ["qk_rope_head_dim"]), ("index_head_dim", ["qk_rope_head_dim"]),
+                ("max_position_embeddings", ["sliding_window", "index_topk"]),
+                ("n_routed_experts", ["num_experts_per_tok"]),
+                ("dspark_n_routed_experts", ["dspark_num_experts_per_tok"]),
+                ("vocab_size", ["engram_compressed_vocab_size"] + [
+                    f.name for f in fields(self) if f.name.endswith("_token_id")])):
             for small in smalls:
                 a, b = getattr(self, small) or 0, getattr(self, large)
                 need(a + small.endswith("_id") <= b, f"{small} {a} is beyond {large} {b}")
@@ -195,76 +191,68 @@ def _flatten(raw):
 def _schedule(c):
     """compress_ratios and the source lists -> LayerPlans of the layers, of the stages; checked."""
     L, ratios, cand = c.num_hidden_layers, c.compress_ratios, c.candidate_source_layer_id
-    need(len(ratios) == L + c.num_nextn_predict_layers, f"compress_ratios has {len(ratios)} "
-         f"entries for {L} layers and {c.num_nextn_predict_layers} draft stages")
+    n = L + c.num_nextn_predict_layers
+    need(len(ratios) == n, f"compress_ratios has {len(ratios)} entries, layers and drafts are {n}")
     need(set(ratios[L:]) <= {0}, "a draft stage must have compress ratio 0")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
                  "dspark_target_layer_ids"):
         ids = list(getattr(c, name))
         need(ids == sorted({*ids} & {*range(L)}), f"{name} {ids} must ascend within 0..{L - 1}")
-    need(cand is None or cand in c.index_source_layer_ids and c.candidate_topk_blocks
-         and c.candidate_block_size, f"candidate source {cand} is no index source, or the number "
-         "or size of its blocks is 0")
+    need(cand in (None, *c.index_source_layer_ids), f"candidate source {cand} is no index source")
+    blocks = c.candidate_topk_blocks * c.candidate_block_size
+    need(cand is None or blocks, "candidate_topk_blocks or candidate_block_size is 0")
     kv, index, plans = None, None, []
     for i, ratio in enumerate(ratios[:L]):
         is_kv, is_index = i in c.kv_source_layer_ids, i in c.index_source_layer_ids
         kv, index = (i if is_kv else kv), (i if is_index else index)
         reader = is_index and cand is not None and i > cand
-        for good, why in (           # all are evaluated before the first is judged
-                (ratio in (0, 1, 2), f"has compress ratio {ratio}, not 0, 1 or 2"),
-                (ratio or not (is_kv or is_index), "is listed as a source but has ratio 0"),
-                (not ratio or kv is not None, "is an index source without keys: no KV source is "
-                 "at or before it" if is_index else "reads compressed KV before any KV source"),
-                (is_index or not is_kv, "is a KV source but no index source"),
-                (not ratio or ratio == ratios[kv or 0], f"has ratio {ratio}, not that of its KV "
-                 f"source {kv}"),
-                (not reader or plans[cand].kv_source == kv, f"scores the keys of layer {kv}, the "
-                 f"candidate source {cand} others")):
-            need(good, f"layer {i} {why}")
+        need(ratio in (0, 1, 2), f"layer {i} has compress ratio {ratio}, not 0, 1 or 2")
+        need(ratio or not (is_kv or is_index), f"layer {i} is listed as a source but has ratio 0")
+        need(not ratio or kv is not None, f"layer {i} reads compressed KV before any KV source")
+        need(is_index or not is_kv, f"layer {i} is a KV source but no index source")
+        need(not ratio or ratio == ratios[kv], f"layer {i} has ratio {ratio}, not layer {kv}'s")
+        need(not reader or plans[cand].kv_source == kv,
+             f"layer {i} scores the keys of layer {kv}, the candidate source {cand} others")
         mode = ("full" if is_kv else "reindex" if is_index else "reuse") if ratio else "window"
         plans.append(LayerPlan(i, ratio, mode, kv if ratio else None, index if ratio else None,
                                "source" if i == cand else "reader" if reader else None,
                                c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None))
-    stages = (LayerPlan(i, 0, "draft") for i in range(L, len(ratios)))
-    return tuple(plans), tuple(stages)
+    return tuple(plans), tuple(LayerPlan(i, 0, "draft") for i in range(L, len(ratios)))
 
 # == Checkpoint: the expected inventory, the mapped files, the memory plan =========================
-# Every tensor of the published layout. A line: part, family, format, then
-# `name shape` items; the letters of shapes are those of `inventory`.
+# Every tensor of the published layout. A line: part, family, format, `name shape` items; their
+# letters are those of `inventory`.
 LAYOUT = """
-top            head           bf16  embed.weight V D; head.weight V D; norm.weight D
-block          norms          bf16  attn_norm.weight D; ffn_norm.weight D
-block          norms          bf16  attn.q_norm.weight Q; attn.kv_norm.weight d
-block          mHC            f32   hc_attn_fn M SD; hc_attn_base M; hc_attn_scale 3
-block          mHC            f32   hc_ffn_fn M SD; hc_ffn_base M; hc_ffn_scale 3
-block          attention      fp8   attn.wq_a Q D; attn.wq_b Hd Q; attn.wkv d D
-block          attention      fp8   attn.wo_a GO Hd/G; attn.wo_b D GO
-block          attention      f32   attn.attn_sink H
-block          router         bf16  ffn.gate.weight E D
-block          router         f32   ffn.gate.bias E; ffn.gate.bias_vl E
-block          shared_expert  fp8   ffn.shared_experts.w1 F D; ffn.shared_experts.w2 D F
-block          shared_expert  fp8   ffn.shared_experts.w3 F D
-expert         experts        fp4   w1 F D; w2 D F; w3 F D
-index          indexer        fp8   attn.indexer.wq_b HI Q
-index          indexer        bf16  attn.indexer.weights_proj.weight Hi D
-full           indexer        bf16  attn.indexer.wk.weight di d; attn.indexer.k_norm.weight di
-full           compressor     bf16  attn.compressor.wkv.weight d D; attn.compressor.norm.weight d
-pair           compressor     bf16  attn.compressor.wgate.weight d D
-engram         engram_tables  rows  engram.embed R w
-engram         engram         fp8   engram.wkv S1D Cw
-engram         engram         bf16  engram.q_weight S D; engram.k_weight S D
-first_draft    draft_heads    fp8   main_proj D nD
-first_draft    draft_heads    bf16  main_norm.weight D
-last_draft     draft_heads    bf16  norm.weight D; markov_head.embed.weight V m
-last_draft     draft_heads    bf16  markov_head.head.weight V m
-last_draft     draft_heads    any   confidence_head.proj.weight 1 D+m
-vision         vision         bf16  vision.patch_embed.proj.weight v 3pp; vision.norm.weight v
-vision         vision         bf16  vision.patch_embed.proj.bias v; aligner.w1.weight D av
-vision         vision         bf16  aligner.w1.bias D; aligner.w2.weight D D; aligner.w2.bias D
-vision         vision         bf16  image_start D; image_end D; image_newline D
-vision_block   vision         bf16  norm1.weight v; norm2.weight v; attn.wqkv.weight 3v v
-vision_block   vision         bf16  attn.wqkv.bias 3v; attn.wo.weight v v; attn.wo.bias v
-vision_block   vision         bf16  mlp.w1.weight 2i v; mlp.w2.weight v i
+top    head          bf16 embed.weight V D; head.weight V D; norm.weight D
+block  norms         bf16 attn_norm.weight D; ffn_norm.weight D
+block  norms         bf16 attn.q_norm.weight Q; attn.kv_norm.weight d
+block  mHC           f32  hc_attn_fn M SD; hc_attn_base M; hc_attn_scale 3
+block  mHC           f32  hc_ffn_fn M SD; hc_ffn_base M; hc_ffn_scale 3
+block  attention     fp8  attn.wq_a Q D; attn.wq_b h Q; attn.wkv d D; attn.wo_a O g; attn.wo_b D O
+block  attention     f32  attn.attn_sink H
+block  router        bf16 ffn.gate.weight E D
+block  router        f32  ffn.gate.bias E; ffn.gate.bias_vl E
+block  shared_expert fp8  ffn.shared_experts.w1 F D; ffn.shared_experts.w2 D F
+block  shared_expert fp8  ffn.shared_experts.w3 F D
+expert experts       fp4  w1 F D; w2 D F; w3 F D
+index  indexer       fp8  attn.indexer.wq_b HI Q
+index  indexer       bf16 attn.indexer.weights_proj.weight Hi D
+full   indexer       bf16 attn.indexer.wk.weight di d; attn.indexer.k_norm.weight di
+full   compressor    bf16 attn.compressor.wkv.weight d D; attn.compressor.norm.weight d
+pair   compressor    bf16 attn.compressor.wgate.weight d D
+engram engram_tables rows engram.embed R w
+engram engram        fp8  engram.wkv S1D Cw
+engram engram        bf16 engram.q_weight S D; engram.k_weight S D
+first  draft_heads   fp8  main_proj D nD
+first  draft_heads   bf16 main_norm.weight D
+last   draft_heads   bf16 norm.weight D; markov_head.embed.weight V m; markov_head.head.weight V m
+last   draft_heads   any  confidence_head.proj.weight 1 D+m
+vision vision        bf16 vision.patch_embed.proj.weight v 3pp; vision.patch_embed.proj.bias v
+vision vision        bf16 vision.norm.weight v; aligner.w1.weight D av; aligner.w1.bias D
+vision vision        bf16 aligner.w2.weight D D; aligner.w2.bias D
+vision vision        bf16 image_start D; image_end D; image_newline D
+vlayer vision        bf16 norm1.weight v; norm2.weight v; attn.wqkv.weight 3v v; attn.wqkv.bias 3v
+vlayer vision        bf16 attn.wo.weight v v; attn.wo.bias v; mlp.w1.weight 2i v; mlp.w2.weight v i
 """
 PLAIN = {"bf16": ("BF16",), "f32": ("F32",), "any": ("F32", "BF16")}         # accepted types
 # a .weight of that type with that many columns a byte; a .scale for so many rows x 32 columns
@@ -274,14 +262,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8,
 
 class Spec(NamedTuple):
     """One tensor as it must stand in the file; `dtypes` are the accepted ones, the usual first."""
-    dtypes: tuple
-    shape: tuple
-    family: str
-
-    @property
-    def nbytes(self):
-        """Bytes on disk."""
-        return math.prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
+    dtypes: tuple; shape: tuple; family: str
 
 def inventory(c):
     """Config -> {name: Spec} of every tensor, text, draft and image, that a checkpoint holds."""
@@ -291,15 +272,14 @@ def inventory(c):
     v, i, patch, down, vision_depth = (c.vision_config.get(x, 0) for x in VISION)
     letters = {
         "V": c.vocab_size, "D": D, "S": S, "H": H, "d": d, "Q": c.q_lora_rank, "M": (2 + S) * S,
-        "SD": S * D, "S1D": (S + 1) * D, "Hd": H * d, "Hd/G": H * d // c.o_groups, "w": w, "m": m,
-        "GO": c.o_groups * c.o_lora_rank, "F": c.moe_intermediate_size, "Hi": Hi, "di": di,
+        "SD": S * D, "S1D": (S + 1) * D, "h": H * d, "g": H * d // c.o_groups, "w": w, "m": m,
+        "O": c.o_groups * c.o_lora_rank, "F": c.moe_intermediate_size, "Hi": Hi, "di": di,
         "HI": Hi * di, "Cw": (c.engram_max_ngram_size - 1) * c.engram_n_heads * w, "D+m": D + m,
         "nD": len(c.dspark_target_layer_ids) * D, "v": v, "3v": 3 * v, "i": i, "2i": 2 * i,
         "av": down**2 * v, "3pp": 3 * patch**2, "1": 1, "3": 3}
     parts, specs = {}, {}
     for part, family, form, items in (x.split(None, 3) for x in LAYOUT.strip().split("\n")):
         parts.setdefault(part, []).extend((family, form, *x.split()) for x in items.split(";"))
-
     def add(at, part, draft=""):
         for family, form, name, *shape in parts[part]:
             shape, family = tuple(letters[x] for x in shape), draft + family
@@ -321,50 +301,34 @@ def inventory(c):
             add(f"{at}ffn.experts.{e}.", "expert", draft)
         for part, there in (("index", p.mode in ("full", "reindex")), ("full", p.mode == "full"),
                             ("pair", p.mode == "full" and p.ratio == 2), ("engram", letters["R"]),
-                            ("first_draft", stage == 0), ("last_draft", p in c.stages[-1:])):
+                            ("first", stage == 0), ("last", p in c.stages[-1:])):
             if there:
                 add(at, part)
     for n in range(vision_depth):
-        add(f"vision.blocks.{n}.", "vision_block")
+        add(f"vision.blocks.{n}.", "vlayer")
     if vision_depth:
         add("", "vision")
     return specs
 
 class Checkpoint:
     """The safetensors files of a folder, mapped read-only and held to the inventory.
-
     Mapped by ourselves, since the safetensors package maps a file writable. Linux refuses that for
-    a file larger than memory, and one Engram table is a single 94 GiB tensor.
-    """
-
+    a file larger than memory, and one Engram table is a single 94 GiB tensor."""
     def __init__(self, folder, cfg):
-        self.folder, self.specs, self.at = Path(folder), inventory(cfg), {}
-        for shard, names in self._shards().items():
-            here = self._open(self.folder / shard)
-            wrong = here.keys() ^ names if names else ()
-            need(not wrong, f"{shard} and model.safetensors.index.json disagree on {_some(wrong)}")
+        self.specs, self.at = inventory(cfg), {}
+        shards = sorted(Path(folder).glob("model*.safetensors"))         # their index says no more
+        for shard in shards or [Path(folder) / "model.safetensors"]:
+            here = self._open(shard)
+            twice = here.keys() & self.at.keys()
+            need(not twice, f"{shard} holds {_some(twice)}, which another file holds too")
             self.at |= here
         missing, extra = self.specs.keys() - self.at.keys(), self.at.keys() - self.specs.keys()
         need(not missing, f"{folder}: missing {_some(missing)}")
         need(not extra, f"{folder}: unexpected {_some(extra)}")
         for name, spec in self.specs.items():
             _, dtype, shape, _ = self.at[name]
-            need(dtype in spec.dtypes and shape == spec.shape, f"{name}: {dtype} {list(shape)} in "
-                 f"the file, expected {' or '.join(spec.dtypes)} {list(spec.shape)}")
-
-    def _shards(self):
-        """{file name: the names that the index puts there, or None for one file without index}."""
-        index, shards = self.folder / "model.safetensors.index.json", {}
-        if not index.is_file():
-            return {"model.safetensors": None}
-        listed = _json(index)
-        listed = listed.get("weight_map") if isinstance(listed, dict) else None
-        need(isinstance(listed, dict), f"{index} has no weight_map")
-        for name, x in listed.items():
-            need(isinstance(x, str) and Path(x).name == x != "..", f"{index.name}: {name} lies in "
-                 f"{x!r}, which is no file of this folder")
-            shards.setdefault(x, set()).add(name)
-        return shards
+            need(dtype in spec.dtypes and shape == spec.shape, f"{name} is {dtype} {list(shape)}, "
+                 f"expected {' or '.join(spec.dtypes)} {list(spec.shape)}")
 
     def _open(self, path):
         """Map one file; -> {name: (map, dtype, shape, first byte)}."""
@@ -397,35 +361,23 @@ class Checkpoint:
             return torch.frombuffer(mapped, dtype=DTYPES[dtype], count=math.prod(shape),
                                     offset=begin).view(shape)
 
+    def stored(self, name):
+        """`name` or `name`.weight as it lies in the file, and its scale or None; no NaN in them."""
+        w = self.packed(name if name in self.at else name + ".weight")
+        bad = (w.view(torch.uint8) & 127) == 127 if w.dtype == K.E4M3 else ~w.isfinite()
+        need(not bad.any(), f"{name} holds NaN or infinity")
+        scale = self.packed(name + ".scale") if name + ".scale" in self.at else None
+        check_scale(name, scale)
+        return w, scale
+
     def dequantized(self, name, dtype, device="cpu"):
         """`name` or `name`.weight -> its exact values in dtype; its file's pages are let go."""
-        names = [n for n in (name, name + ".weight", name + ".scale") if n in self.at]
-        weight, scale = [self.packed(n).to(device) for n in names] + [None] * (2 - len(names))
-        check_scale(name, scale)
-        out = K.dequantize_weight(weight, scale, dtype)
+        weight, scale = self.stored(name)
+        scale = scale if scale is None else scale.to(device)
+        out = K.dequantize_weight(weight.to(device), scale, dtype)
         out = out.clone() if out.data_ptr() == weight.data_ptr() else out   # no view of the map
-        need(out.sum(dtype=torch.float32).isfinite(), f"{name} holds NaN or infinity")
-        for n in names:
-            self.at[n][0].madvise(mmap.MADV_DONTNEED)
+        self.at[name if name in self.at else name + ".weight"][0].madvise(mmap.MADV_DONTNEED)
         return out
-
-    def stored(self, name):
-        """`name` or `name`.weight as it is in the file, and its scale as bytes or None."""
-        w = self.packed(name if name in self.at else name + ".weight")
-        nan = (w.view(torch.uint8) & 127) == 127 if w.dtype == K.E4M3 else w.isnan()
-        need(not nan.any(), f"{name} holds NaN")
-        if name + ".scale" not in self.at:
-            return w, None
-        scale = self.packed(name + ".scale")
-        check_scale(name, scale)
-        return w, scale.view(torch.uint8)
-
-    def read_at_random(self, name):
-        """Tell the system not to read ahead in this table: tokens want single rows."""
-        for n in (name + ".weight", name + ".scale"):
-            mapped, _, _, begin = self.at[n]
-            into = begin % mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_RANDOM, begin - into, into + self.specs[n].nbytes)
 
 def check_scale(name, scale):
     """Refuse e8m0 byte 0xFF, which is NaN: a damaged file would otherwise spread silently."""
@@ -435,69 +387,21 @@ def check_scale(name, scale):
 def _some(names):
     return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
 
-def memory(c, dtype=torch.float32, specs=None):
-    """Config -> bytes by use, for activations (and dequantized weights) of dtype.
+def rank_share(c, family, ranks, redundant):
+    """What part of the tensors of a family one of the ranks holds; as `balance` has it."""
+    E = c.dspark_n_routed_experts if family == "draft_experts" else c.n_routed_experts
+    return min(E, -(-(E + redundant) // ranks)) / E if family.endswith("experts") else 1
 
-    held: vectors and mHC matrices in fp32. weights: all matrices, dequantized. largest: the largest
-    one while --lazy uses it. token, page: global cache. sequence: window pages and open pairs.
-    Images do not count, nor do embeddings and tables, which stay mapped.
-    """
-    out = {"held": 0, "weights": 0, "largest": 0}
-    for name, spec in (specs or inventory(c)).items():
-        if spec.family != "vision" and not name.endswith((".scale", "embed.weight", "bias_vl")):
-            n = math.prod(spec.shape) * (2 if spec.dtypes == ("I8",) else 1)
-            if len(spec.shape) == 1 or spec.dtypes == ("F32",) or name.endswith("_weight"):
-                out["held"] += 4 * n
-            else:
-                out["weights"] += n * dtype.itemsize
-                use = spec.nbytes + n * (dtype.itemsize + 4 * (dtype.itemsize < 4))
-                out["largest"] = max(out["largest"], use)
-    d, di = c.head_dim, c.index_head_dim
-    ratios = [c.layers[i].ratio for i in c.kv_source_layer_ids]
-    out["page"] = sum((d // 2 + d // 16 + di // 2 + di // 32) * PAGE // r for r in ratios)
-    out["token"] = out["page"] / PAGE
-    out["sequence"] = ((-(-c.sliding_window // PAGE) + 2) * PAGE
-                       * (len(c.layers) + len(c.stages)) * (d + d // 32)
-                       + ratios.count(2) * RING * 2 * d * 4)
-    return out
+def weight_bytes(c, dtype, ranks=1, redundant=0):
+    """Config -> bytes of a rank's weights in dtype; embeddings and tables stay mapped."""
+    return sum(math.prod(s.shape) * (1 + (s.dtypes == ("I8",))) * dtype.itemsize
+               * rank_share(c, s.family, ranks, redundant) for name, s in inventory(c).items()
+               if s.family != "vision" and not name.endswith((".scale", "embed.weight", "bias_vl")))
 
-def fits(m, device):
-    """Do the dequantized weights of memory() `m` fit on the device, with a fifth to spare?"""
-    there = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu" else
-             torch.cuda.mem_get_info()[1])
-    return m["held"] + m["weights"] <= 0.8 * there
-
-def plan(c, dtype=torch.float32, ranks=1):
-    """The text of --plan: inventory by family, cache, memory, bytes a rank. Opens no weights."""
-    counts = [n for n in (c.n_routed_experts, c.dspark_n_routed_experts) if n]
-    need(ranks >= 1 and not any(n % ranks for n in counts), f"--ranks {ranks} does not divide the "
-         f"experts of a layer, {' and '.join(map(str, counts))} with the draft's")
-    specs, families, modes = inventory(c), {}, [p.mode for p in c.layers]
-    for spec in specs.values():
-        families.setdefault(spec.family, []).append(spec.nbytes)
-    total, experts, tables = (sum(sum(b) for f, b in families.items() if f.endswith(end))
-                              for end in ("", "experts", "tables"))
-    m = memory(c, dtype, specs)
-    kinds = ", ".join(f"{modes.count(x)} {x}" for x in dict.fromkeys(modes))
-    each = total - tables - experts + experts // ranks
-    return "\n".join([
-        f"{len(modes)} layers ({kinds}) and {c.num_nextn_predict_layers} draft stages",
-        f"checkpoint: {len(specs):,} tensors, {_size(total)}",
-        *(f"  {f:20}{len(b):>8,} tensors {_size(sum(b)):>10}" for f, b in families.items()),
-        f"cache: {m['token']:g} bytes of global cache a token, {_size(m['page'])} a page of {PAGE}",
-        f"  {_size(m['sequence'])} more a sequence: its window pages, its open pairs",
-        f"  {_size(m['token'] * c.max_position_embeddings + m['sequence'])} for the full context, "
-        f"{c.max_position_embeddings:,} tokens",
-        f"memory in {str(dtype)[6:]}: {_size(m['held'] + m['weights'])} with weights dequantized, "
-        + ("which fit here" if fits(m, "cpu") else "too much for this machine"),
-        f"  {_size(m['held'] + m['largest'])} with --lazy, which dequantizes them as they run"
-        + " (in bf16 through fp32)" * (dtype == torch.bfloat16),
-        f"ranks: {ranks}, each with {_size(each)} packed, {_size(experts // ranks)} of it experts,",
-        f"  and {_size(tables)} of Engram tables mapped from disk"])
-
-def _size(n):
-    unit = max(i for i in range(5) if i == 0 or n >= 1024**i)
-    return f"{n:,.0f} B" if unit == 0 else f"{n / 1024**unit:.1f} {' KMGT'[unit]}iB"
+def page_bytes(c):
+    """Config -> bytes of a page of global cache: PAGE tokens of all KV sources."""
+    row = c.head_dim // 2 + c.head_dim // 16 + c.index_head_dim // 2 + c.index_head_dim // 32
+    return sum(row * PAGE // c.layers[i].ratio for i in c.kv_source_layer_ids)
 
 # == Prompt: text to ids and back ==================================================================
 class Mark(str):
@@ -520,24 +424,19 @@ BYTE = {chr(c): bytes([b]) for c, b in zip(
 
 def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     """The V4.1 chat encoding: messages -> list of Mark and text pieces.
-
     messages: dicts of role ("system", "user", "assistant", "latest_reminder") and content; a last
     assistant message with prefix=True is left open for the model to go on. effort: low, high, max
-    or 1..100. response_format: a JSON schema's text or "json_object". Past reasoning is dropped.
-    """
+    or 1..100. response_format: a JSON schema's text or "json_object". Past reasoning is dropped."""
     need(messages and isinstance(messages, list | tuple), "a chat is a list, at least one message")
     effort = EFFORT.get(effort, effort) if isinstance(effort, str) else effort
-    need(type(effort) is int and 1 <= effort <= 100, f"effort is {effort!r}, not 1..100, low, high "
-         "or max")
+    need(type(effort) is int and 1 <= effort <= 100, f"effort is {effort!r}, not 1..100 or a level")
     for i, m in enumerate(messages):
-        good = isinstance(m, dict) and isinstance(m.get("content"), str) and not m.get("tool_calls")
-        need(good and m.get("role") in ROLES, f"message {i}: only {', '.join(ROLES)} with a text "
-             "as content are supported")
+        good = isinstance(m, dict) and isinstance(m.get("content"), str) and m.get("role") in ROLES
+        need(good and not m.get("tool_calls"), f"message {i} is no text of {', '.join(ROLES)}")
     first = messages[0]["role"] == "system"
     head = EFFORT_TEXT.format(effort) * bool(thinking) + (messages[0]["content"] if first else "")
-    if response_format:
-        head += FORMAT_TEXT.format('{"type": "json_object"}' if response_format == "json_object"
-                                   else response_format)
+    schema = '{"type": "json_object"}' if response_format == "json_object" else response_format
+    head += FORMAT_TEXT.format(schema) * bool(schema)
     pieces, role = [BOS, SYSTEM, head] if first or head else [BOS], None
     for m in messages[int(first) :]:
         before, role, content = role, m["role"], m["content"]
@@ -553,7 +452,6 @@ def chat_pieces(messages, thinking=True, effort="high", response_format=None):
 
 class Prompt:
     """The checkpoint's tokenizer.json, once whole (to decode) and once without its added tokens."""
-
     def __init__(self, folder, bos):
         path = Path(folder) / "tokenizer.json"
         spec, self.bos = _json(path), bos
@@ -596,15 +494,20 @@ class Prompt:
 
 # == Cache: all that changes between tokens ========================================================
 PAGE = 128          # tokens a page, of global cache and of window rows alike
+REBALANCE = 1000    # steps after which redundant experts are placed anew
+TIMEOUT = 600       # seconds that a rank waits for another
 RING = 8            # open-pair rows a sequence keeps, by position % 8: a step may take 7 back
 
 class Sequence:
     """One request: what it asked for, its tokens, and the cache that it owns while it runs."""
-
-    def __init__(self, ids, params, decoder=None):
+    def __init__(self, ids, params, decoder=None, replay=0):
         self.ids = ids                   # [n] prompt, then generated tokens; written by Engine.step
         self.n_prompt = len(ids)
+        self.oldest = max(0, len(ids) - (replay or len(ids)))  # first position past the handover
         self.n_cached = 0                # tokens that went through the model: what is visible
+        self.n_reused = 0                # those of them that known pages gave, when last admitted
+        self.most_reused = max(0, len(ids) - max(1, replay)) if params else 0      # one must be run
+        self.keys = []                   # of its first full pages, see `key`
         self.params = params
         self.slot = None                 # row of the page tables and rings while it runs
         self.pages = []                  # global pages, in order of position; written by Cache
@@ -622,6 +525,14 @@ class Sequence:
         """Generated ids."""
         return self.ids[self.n_prompt :]
 
+    def key(self, i):
+        """A hash of all ids up to the end of page i, accepted drafts included."""
+        while len(self.keys) <= i:
+            a = len(self.keys) * PAGE
+            page = repr((self.keys[-1:], (self.ids[a : a + PAGE] + self.drafts)[:PAGE]))
+            self.keys.append(hashlib.sha256(page.encode()).digest())
+        return self.keys[i]
+
     @property
     def decoding(self):
         """Is its last id alone what the model has not seen?"""
@@ -631,7 +542,7 @@ class Sequence:
         """Counts and speed of a finished request, for --stats."""
         first, last = self.times[:2][-1], self.times[-1]
         rate = (len(self.times) - 2) / (last - first) if last > first else 0.0
-        out = {"prompt": self.n_prompt, "cached": 0, "new": len(self.new),
+        out = {"prompt": self.n_prompt, "cached": self.n_reused, "new": len(self.new),
                "first_token_s": round(first - self.times[0], 3), "tokens_per_s": round(rate, 1),
                "pages": -(-self.n_cached // PAGE)}
         if any(n for n, _ in self.runs):                 # the first token comes without drafts
@@ -643,7 +554,6 @@ class Sequence:
 
 class Pool:
     """Packed rows uint8 [page, rows a page, bytes]; table int64 [slot, nth page] -> page, or -1."""
-
     def __init__(self, table, n_pages, per_page, n_bytes):
         self.table, self.per_page = table, per_page
         self.rows = torch.empty(n_pages, per_page, n_bytes, dtype=torch.uint8, device=table.device)
@@ -661,6 +571,34 @@ class Pool:
         """slot and i broadcast to [...] -> [..., bytes]; anything where no row i is held."""
         return self.rows.flatten(0, 1)[self._at(slot, i)]
 
+class Pages:
+    """Who uses which page. A full one can be found by its key, until it is taken for other rows."""
+    def __init__(self, n):
+        self.users, self.key, self.page = [0] * n, {}, {}            # page -> key, key -> page
+        self.idle = collections.OrderedDict.fromkeys(range(n))       # no user; the next to be taken
+
+    def take(self, key=None):
+        """One more user for the page of this key, or without a key for one that has none yet."""
+        page = self.page[key] if key else next(iter(self.idle))
+        if not key:
+            self.page.pop(self.key.pop(page, None), None)
+        self.idle.pop(page, None)
+        self.users[page] += 1
+        return page
+
+    def drop(self, pages):
+        """One user less for each; one that nobody can find is the next to be taken."""
+        for page in pages:
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.idle[page] = None
+                self.idle.move_to_end(page, last=page in self.key)
+
+    def register(self, page, key):
+        """Page is full: let it be found, if no other one has these rows."""
+        if self.page.setdefault(key, page) == page:
+            self.key[page] = key
+
 class Cache:
     """All that changes between tokens. A write goes to the row of a position; lengths decide what
     is read, so nothing is ever undone.
@@ -669,13 +607,12 @@ class Cache:
              for draft stages by Draft.commit
     latents  per KV source: d/2 + d/16 bytes a group         written by its compressor
     keys     per KV source: di/2 + di/32 bytes a group       likewise
-    ring     per ratio-2 source: fp32 [slot, position % 8, 2, d], kv and gate of the last tokens
-    """
-
+    ring     per ratio-2 source: fp32 [slot, position % 8, 2, d], kv and gate of the last tokens"""
     def __init__(self, c, max_batch, max_pages, chunk, device):
         d, di, self.W = c.head_dim, c.index_head_dim, c.sliding_window
-        # room for every running sequence's window and for one step's rows: never runs out
-        n_window = max_batch * (-(-self.W // PAGE) + 2) + -(-chunk // PAGE)
+        # room for every running sequence's window and a step's rows; 256 MiB, at most, for reuse
+        n_window = max_batch * (-(-self.W // PAGE) + 2) + -(-chunk // PAGE) + min(
+            max_pages, 2**28 // (PAGE * (d + d // 32) * len(c.layers + c.stages)))
         width = min(max_pages, -(-c.max_position_embeddings // PAGE)) + 1   # a draft block's end
         self.global_table, self.window_table = torch.full((2, max_batch, width), -1, device=device)
         self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32)
@@ -687,57 +624,66 @@ class Cache:
         self.ring = {i: torch.empty(max_batch, RING, 2, d, device=device)
                      for i, r in ratio.items() if r == 2}
         self.n_pages, self.free_slots = max_pages, list(range(max_batch))[::-1]
-        self.free_pages, self.free_window = (list(range(n))[::-1] for n in (max_pages, n_window))
+        self.global_pages, self.window_pages = Pages(max_pages), Pages(n_window)
 
     def lacks(self, seq, n):
         """Global pages that seq needs for its next n positions and does not have."""
         return max(0, -(-(seq.n_cached + n) // PAGE) - len(seq.pages))
 
     def admit(self, seq):
-        """Take a slot, and global pages for the ids of seq; False if they are not free."""
-        if not self.free_slots or self.lacks(seq, len(seq.ids)) > len(self.free_pages):
+        """Take a slot, the known pages of its first tokens, as far as the window there is known
+        too, and new pages for its other ids; False if there is no room."""
+        (known, idle), m = (self.global_pages.page, self.global_pages.idle), seq.most_reused // PAGE
+        m = next((i for i in range(m) if seq.key(i) not in known), m)
+        while any(seq.key(i) not in self.window_pages.page
+                  for i in range(max(0, m * PAGE - self.W) // PAGE, m)):
+            m -= 1
+        room = len(idle) - sum(known[key] in idle for key in seq.keys[:m])
+        if not self.free_slots or -(-len(seq.ids) // PAGE) - m > room:
             return False
-        seq.slot = self.free_slots.pop()
-        self._take(seq, len(seq.ids))
+        seq.slot, seq.n_cached, seq.n_reused = self.free_slots.pop(), m * PAGE, m * PAGE
+        self.extend(seq, len(seq.ids) - seq.n_cached)
+        self.open(seq, 0, self.W)
         return True
 
-    def _take(self, seq, n):
-        for _ in range(self.lacks(seq, n)):
-            self.global_table[seq.slot, len(seq.pages)] = self.free_pages[-1]
-            seq.pages.append(self.free_pages.pop())
-
     def extend(self, seq, n):
-        """Give seq the pages of its next n positions; enough must be free."""
-        self._take(seq, n)
-        self.open(seq, n)
+        """Give seq the global pages of its next n positions; enough must be free."""
+        for i in range(len(seq.pages), len(seq.pages) + self.lacks(seq, n)):
+            page = self.global_pages.take(seq.keys[i] if i * PAGE < seq.n_reused else None)
+            self.global_table[seq.slot, i] = page
+            seq.pages.append(page)
 
-    def open(self, seq, n):
-        """Give seq the window pages of its next n positions; they never run out."""
-        for i in range(seq.n_cached // PAGE, (seq.n_cached + n - 1) // PAGE + 1):
+    def open(self, seq, n, back=0):
+        """Give seq the window pages of its next n, last `back` positions; they never run out."""
+        for i in range(max(0, seq.n_cached - back) // PAGE, (seq.n_cached + n - 1) // PAGE + 1):
             if i not in seq.window:
-                seq.window[i] = self.window_table[seq.slot, i] = self.free_window.pop()
+                page = self.window_pages.take(seq.keys[i] if i * PAGE < seq.n_reused else None)
+                seq.window[i] = self.window_table[seq.slot, i] = page
 
-    def trim(self, seq):
-        """Take back the window pages that no later query sees, the draft's one row further back."""
+    def commit(self, seq, n):
+        """The next n tokens of seq stand. Pages that they fill can be found from now on; take back
+        the window pages that no later query sees, the draft's one row further back."""
+        for i in range(seq.n_cached // PAGE, (seq.n_cached + n) // PAGE if seq.params else 0):
+            self.global_pages.register(seq.pages[i], seq.key(i))
+            self.window_pages.register(seq.window[i], seq.key(i))
+        seq.n_cached += n
         for i in [i for i in seq.window if (i + 1) * PAGE <= seq.n_cached - self.W]:
             self.window_table[seq.slot, i] = -1
-            self.free_window.append(seq.window.pop(i))
+            self.window_pages.drop([seq.window.pop(i)])
 
     def release(self, seq):
         """Take back everything; harmless when seq holds nothing."""
         if seq.slot is not None:
             self.global_table[seq.slot] = self.window_table[seq.slot] = -1
             self.free_slots.append(seq.slot)
-            self.free_pages += seq.pages
-            self.free_window += seq.window.values()
+            self.global_pages.drop(seq.pages[::-1])      # the first ones can be found longest
+            self.window_pages.drop(seq.window.values())
             seq.slot, seq.pages, seq.window = None, [], {}
 
 class Batch:
     """The rows of one forward, sequence after sequence, and what layers publish to later layers."""
-
     def __init__(self, work, device, ngram=None):
         """work: (sequence, n) pairs, the next n uncached tokens of each, its drafts at the end.
-
         ngram: (class of each token id [V], class of the pad, N) where the model has Engram layers.
         """
         def tensor(x):
@@ -756,18 +702,98 @@ class Batch:
                 past = F.pad(past, (N - 1 + n - len(past), 0), value=pad)
                 classes.append(past.unfold(0, N, 1).flip(1))
         self.ids, self.pos, self.slot = tensor(ids), tensor(pos), tensor(slot)      # [T] each
-        self.classes = torch.cat(classes) if ngram else None     # [T, N], a token's own class first
+        none = [tensor([]).view(0, ngram[2])] if ngram else []
+        self.classes = torch.cat(none + classes) if ngram else None      # [T, N], own class first
         self.follows = F.pad(self.slot[1:] == self.slot[:-1], (1, 0))     # row t - 1 is pos - 1
         # the rows that a ring keeps: more would meet in one place, and such a scatter is undefined
         self.tail = tensor([i for _, a, b, _ in self.spans for i in range(max(a, b - RING), b)])
         self.last = tensor([b - 1 for _, a, b, _ in self.spans for _ in range(a, b)])
         self.selection = {}              # index source -> int64 [T, K] groups, ascending, -1 padded
         self.candidates = None           # int64 [T, C] blocks, likewise, of the candidate source
-        self.rope = []                   # (cos, sin) [T, r/2]: plain; compressed, of a position;
-                                         # compressed, of a pair's group; by Transformer
+        self.rope = []                   # (cos, sin) [T, r/2]: plain, compressed, of a pair's group
         self.newest = self.pos           # the last position that each row sees; Draft changes it
+        self.oldest = torch.zeros_like(self.pos)         # the first one; past the handover `tails`
+        self.tails = tensor([seq.oldest for seq, n in work for _ in range(n)])
+        # how many rows of each sequence end at the handover, its first ones
+        self.dropped = [max(0, min(n, seq.oldest - seq.n_cached)) for seq, n in work]
         self.memory = {}                 # Engram layer -> its table's rows, by Transformer
         self.features = []               # [T, D] of each target layer, for the draft
+
+    def split(self, h, y, mix):
+        """Keep only the rows that go past the handover, where window rows alone are yet to write
+        -> a Batch of the dropped rows, and of both the state of kernels.hc_boundary."""
+        kept, dropped, states = self.pos >= self.tails, copy.copy(self), []
+        for batch, rows in ((dropped, ~kept), (self, kept)):
+            for name in ("pos", "slot", "newest", "oldest", "tails"):
+                setattr(batch, name, getattr(self, name)[rows])
+            batch.rope = [[t[rows] for t in turn] for turn in self.rope]
+            batch.memory = {layer: t[rows] for layer, t in self.memory.items()}
+            batch.features = [t[rows] for t in self.features]
+            states.append((h[rows], y if y is None else y[rows],             # parameters are 1-D
+                           mix and tuple(t[rows] if t.dim() > 1 else t for t in mix)))
+        ends = itertools.accumulate(self.dropped)
+        self.spans = [(slot, a + n - end, b - end, (start + n) * (n < b - a))    # no row: no keys
+                      for (slot, a, b, start), n, end in zip(self.spans, self.dropped, ends)]
+        return dropped, *states
+
+# == Ranks: experts shared out over torch.distributed ==============================================
+class Ranks:
+    """The processes that share the experts. One alone needs no process group."""
+    def __init__(self, device="cpu", redundant=0, packed=False, shard_engram=False):
+        self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        self.device, self.redundant, self.packed = device, redundant, packed
+        self.shard_engram = shard_engram and self.size > 1
+        if self.size > 1 and not dist.is_initialized():
+            dist.init_process_group(timeout=timedelta(seconds=TIMEOUT))   # nccl for GPUs, gloo
+            atexit.register(dist.destroy_process_group)
+
+    def _call(self, collective, *args):
+        try:
+            return collective(*args)
+        except RuntimeError as e:
+            raise ConnectionError("lost another rank, which has ended or hangs") from e
+
+    def any(self, flag):
+        """Is the flag set on any rank? Every rank must ask."""
+        if self.size == 1:
+            return flag
+        flag = torch.tensor(int(flag), device=self.device)
+        self._call(dist.all_reduce, flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def gather(self, x):
+        """-> list of every rank's x, any object."""
+        out = [x] * self.size
+        if self.size > 1:
+            self._call(dist.all_gather_object, out, x)
+        return out
+
+    def exchange(self, rows, to):
+        """Send each of rows [n, ...] to rank to [n], ascending; -> what came, from which ranks."""
+        sent = to.bincount(minlength=self.size)
+        came = torch.empty_like(sent)
+        self._call(dist.all_to_all_single, came, sent)
+        got = rows.new_empty(int(came.sum()), *rows.shape[1:])
+        self._call(dist.all_to_all_single, got, rows.contiguous(), came.tolist(), sent.tolist())
+        return got, torch.arange(self.size, device=to.device).repeat_interleave(came)
+
+def balance(loads, redundant, n_ranks):
+    """EPLB: loads [E], tokens that chose each expert -> the experts of each rank, equally many.
+    One by one, the redundant slots go to the expert with the highest load a replica (and as many
+    more as make the ranks equal). Then all are packed, heaviest first, where the load is least."""
+    E, bins, held = len(loads), [[] for _ in range(n_ranks)], [0.0] * n_ranks
+    copies, per_rank = [1] * E, min(E, -(-(E + redundant) // n_ranks))
+    while sum(copies) < per_rank * n_ranks:
+        e = max((e for e in range(E) if copies[e] < n_ranks), key=lambda e: loads[e] / copies[e])
+        copies[e] += 1
+    share = [load / n for load, n in zip(loads, copies)]
+    for e in sorted(range(E), key=lambda e: -share[e]):
+        for _ in range(copies[e]):
+            r = min((r for r in range(n_ranks) if len(bins[r]) < per_rank),
+                    key=lambda r: (e in bins[r], held[r]))
+            bins[r].append(e)
+            held[r] += share[e]
+    return bins
 
 # == Model: one forward for prefill, chunks, decode and verification ===============================
 @dataclass(frozen=True)
@@ -781,6 +807,7 @@ class Weights:
     eps: float                                   # of every rms_norm
     fused: bool                                  # Triton kernels: matrices stay packed
     rows: int                                    # the most of one step
+    ranks: Ranks                                 # the processes that share the experts
 
     def vector(self, name):
         """A norm, bias, sink or mHC parameter: fp32, always held."""
@@ -788,12 +815,9 @@ class Weights:
 
 class Linear:
     """Matrices [N_i, in] of the checkpoint over one another, for kernels.project.
-
     For the references w is [sum of N_i, in] in the activations' dtype, dequantized once, or with
     --lazy at every use. For the fused kernels w and scale stay as they are in the file, as bytes;
-    form is 16 (bf16 or fp32, no scale), 8 (e4m3, a scale for 32 x 32) or 4 (e2m1, for 1 x 32).
-    """
-
+    form is 16 (bf16 or fp32, no scale), 8 (e4m3, a scale for 32 x 32) or 4 (e2m1, for 1 x 32)."""
     def __init__(self, names, weights, norm=None, groups=1):
         """names: separated by blanks. norm [in]: of the input. groups: block-diagonal (wo_a)."""
         self.names, self.weights, self.held = names.split(), weights, None
@@ -806,7 +830,8 @@ class Linear:
                  "of 32, or of a group of 16: the fused kernels cannot take them")
             self.held, self.scale = (
                 None if x[0] is None else torch.cat(x).to(weights.device) for x in
-                zip(*[(w if s is None else w.view(torch.uint8), s) for w, s in parts]))
+                zip(*[(w, s) if s is None else (w.view(torch.uint8), s.view(torch.uint8))
+                      for w, s in parts]))
         elif not weights.lazy:
             self.held = self.w
 
@@ -825,13 +850,11 @@ class Linear:
 
 class Attention:
     """CSA2: window rows and selected groups under one softmax; K = V, one head of them."""
-
     def __init__(self, c, plan, weights, prefix, norm):
         self.c, self.plan, self.w = c, plan, weights
         self.q_norm, self.kv_norm, self.sink = (
             weights.vector(prefix + n) for n in ("q_norm.weight", "kv_norm.weight", "attn_sink"))
         full, scored = plan.mode == "full", plan.mode in ("full", "reindex")
-
         def linear(*names, **more):
             return Linear(" ".join(prefix + n for n in names), weights, **more)
         self.down = linear("wq_a", "wkv", norm=norm)
@@ -845,164 +868,126 @@ class Attention:
             self.norm, self.k_norm = (weights.vector(prefix + n) for n in (
                 "compressor.norm.weight", "indexer.k_norm.weight"))
 
-    def __call__(self, x, batch, cache):
-        """x fp32 [T, D] -> fp32 [T, 1, D]; writes its window rows, and its groups if it is full."""
+    def __call__(self, x, batch, cache, whole=True):
+        """x fp32 [T, D] -> if whole, fp32 [T, 1, D]; writes window rows, and, if full, groups."""
         c, plan, w, rotate = self.c, self.plan, self.w, batch.rope[min(1, self.plan.ratio)]
         scored, window = plan.mode in ("full", "reindex"), cache.window[plan.index]
         latents, keys = (pools.get(plan.kv_source) for pools in (cache.latents, cache.keys))
         a = K.project(x, self.down, w.block, self.down.norm, w.eps, side=self.side)
         a, side = a if scored else (a, None)
         q, qi = K.queries(
-            a, self.q_norm, self.kv_norm, self.wq, rotate, batch.slot, batch.pos, window,
-            c.num_attention_heads, c.index_n_heads * scored, w.eps, w.dtype, w.block)
+            a, self.q_norm, self.kv_norm, self.wq if whole else None, rotate, batch.slot, batch.pos,
+            window, c.num_attention_heads, c.index_n_heads * scored, w.eps, w.dtype, w.block)
         if plan.mode == "full":                  # first: a token sees the group that it completes
             K.compress(side, self.norm, self.wk, self.k_norm, batch.rope[plan.ratio], batch,
                        cache.ring.get(plan.index), latents, keys, plan.ratio, w.eps, w.dtype,
                        w.block)
+        if not whole:
+            return None
         if scored:
             batch.selection[plan.index] = K.index(
                 qi, side[:, -c.index_n_heads :], batch, keys, plan.ratio, plan.candidates, c,
                 w.block)
-        draft = c.dspark_block_size * (plan.mode == "draft")
-        o = K.attention(q, self.sink, batch.slot, batch.newest, c.sliding_window + draft, window,
-                        latents, batch.selection.get(plan.index_source), rotate, w.dtype)
+        L = c.sliding_window + c.dspark_block_size * (plan.mode == "draft")
+        o = K.attention(q, self.sink, batch.slot, batch.newest, batch.oldest, L, window, latents,
+                        batch.selection.get(plan.index_source), rotate, w.dtype)
         return self.wo_b(self.wo_a(o))[:, None]
 
 class MoE:
-    """Routed experts and one shared expert."""
-
+    """Routed experts, shared out over the ranks, and one shared expert, which every rank holds."""
     def __init__(self, c, weights, prefix, norm, n_experts, k):
-        self.c, self.w, self.k, self.norm = c, weights, k, norm
+        self.c, self.w, self.k, self.norm, self.prefix = c, weights, k, norm, prefix
         self.gate = Linear(prefix + "gate", weights, norm)
         self.bias = weights.vector(prefix + "gate.bias")
-        names = [f"{prefix}experts.{e}." for e in range(n_experts)] + [prefix + "shared_experts."]
-        self.up = [Linear(f"{n}w1 {n}w3", weights) for n in names]
-        self.down = [Linear(n + "w2", weights) for n in names]
-        self.tickets = None
-        if weights.fused:                        # one tensor for all the routed experts
+        self.tickets = torch.zeros(-(-weights.rows // 16), dtype=torch.int32, device=weights.device)
+        self.loads = torch.zeros(n_experts, dtype=torch.int64, device=weights.device)
+        self.place([1] * n_experts)
+
+    def place(self, loads):
+        """Share the experts out by their loads, and hold this rank's."""
+        w, ranks = self.w, self.w.ranks
+        bins = balance(loads, ranks.redundant, ranks.size)
+        self.per_rank, where = len(bins[0]), [[] for _ in loads]
+        for slot, e in enumerate(sum(bins, [])):
+            where[e].append(slot)
+        most = max(map(len, where))
+        self.copies = torch.tensor([len(x) for x in where], device=w.device)         # [E]
+        self.replicas = torch.tensor([x + x[:1] * (most - len(x)) for x in where], device=w.device)
+        names = [f"{self.prefix}experts.{e}." for e in bins[ranks.rank]]
+        names.append(self.prefix + "shared_experts.")
+        self.up = [Linear(f"{n}w1 {n}w3", w) for n in names]
+        self.down = [Linear(n + "w2", w) for n in names]
+        if w.fused:                              # one tensor for all the routed experts
             self.up, self.down = (
                 [torch.stack([m.w for m in part[:-1]]), torch.stack([m.scale for m in part[:-1]]),
                  part[-1].w, part[-1].scale] for part in (self.up, self.down))
-            self.tickets = torch.zeros(-(-weights.rows // 16), dtype=torch.int32,
-                                       device=weights.device)
 
     def __call__(self, x):
         """x fp32 [T, D] -> fp32 [T, k + 1, D], to be added in the router's order, shared last."""
         chosen, weight = K.router(x, self.gate, self.bias, self.k, self.c.routed_scaling_factor,
                                   self.w.eps, self.tickets, self.w.block)
-        return K.experts(x, self.norm, self.w.eps, chosen, weight, self.up, self.down,
-                         self.c.swiglu_limit, self.w.dtype, self.w.block)
+        if self.w.ranks.size == 1:
+            return self._experts(x, self.norm, chosen, weight)
+        self.loads += chosen.flatten().bincount(minlength=len(self.loads))
+        return self._exchanged(x, chosen, weight)
 
-# numpy promises no stable stream, so its generator stands here, on Python ints.
-def seed_sequence(entropy):
-    """numpy's SeedSequence(entropy).generate_state(8): 8 uint32, for entropy below 2^32."""
-    m32 = 0xFFFFFFFF
+    def _experts(self, x, norm, chosen, weight, shared=True):
+        return K.experts(x, norm, self.w.eps, chosen, weight, self.up, self.down,
+                         self.c.swiglu_limit, self.w.dtype, self.w.block, shared)
 
-    def hasher(init, mult):
-        const = init
-
-        def step(value):
-            nonlocal const
-            value ^= const
-            const = const * mult & m32
-            value = value * const & m32
-            return value ^ value >> 16
-        return step
-    hashed = hasher(0x43B0D7E5, 0x931E8875)
-    pool = [hashed(x) for x in (entropy, 0, 0, 0)]
-    for src in range(4):
-        for dst in range(4):
-            if src != dst:
-                x = 0xCA01F9DD * pool[dst] - 0x4973F715 * hashed(pool[src]) & m32
-                pool[dst] = x ^ x >> 16
-    out = hasher(0x8B51F9DD, 0x58F38DED)
-    return [out(x) for x in pool * 2]
-
-def default_rng_integers(seed, bound, n):
-    """numpy.random.default_rng(seed).integers(0, bound, n): PCG64 XSL-RR, then Lemire's method."""
-    m64, m128, mult = 2**64 - 1, 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
-    s = seed_sequence(seed)
-    s = [s[i] | s[i + 1] << 32 for i in range(0, 8, 2)]
-    inc = ((s[2] << 64 | s[3]) << 1 | 1) & m128
-    state = ((inc + (s[0] << 64 | s[1])) * mult + inc) & m128
-    out = []
-    while len(out) < n:
-        state = (state * mult + inc) & m128
-        x, rot = (state >> 64 ^ state) & m64, state >> 122
-        product = ((x >> rot | x << (64 - rot)) & m64) * bound
-        if product & m64 >= (2**64 - bound) % bound:
-            out.append(product >> 64)
-    return out
-
-def engram_primes(c):
-    """[table][n - 2][head]: for every n anew the primes from engram_vocab_size up, none twice.
-
-    c: Config (engram_layer_ids, engram_max_ngram_size, engram_n_heads, engram_vocab_size).
-    """
-    taken, tables = set(), []
-
-    def next_prime(p):
-        while p in taken or any(p % q == 0 for q in range(2, math.isqrt(p) + 1)):
-            p += 1
-        taken.add(p)
-        return p
-    for _ in c.engram_layer_ids:
-        table = []
-        for _ in range(c.engram_max_ngram_size - 1):
-            p, heads = c.engram_vocab_size - 1, []
-            for _ in range(c.engram_n_heads):
-                heads.append(p := next_prime(p + 1))
-            table.append(heads)
-        tables.append(table)
-    return tables
-
-def engram_multipliers(c, layer):
-    """One odd multiplier for each look-back of the n-gram hash of a layer: ints [N]."""
-    bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
-    return [2 * x + 1 for x in default_rng_integers(10007 * layer, bound, c.engram_max_ngram_size)]
+    def _exchanged(self, x, chosen, weight):
+        """`_experts` with those of all ranks: a token goes once to each rank that has some of its
+        experts; a row an expert comes back, in fp32 if that must not round (deterministic)."""
+        w, ranks, k = self.w, self.w.ranks, self.k
+        out = self._experts(x, self.norm, torch.full_like(chosen, -1), weight)      # the shared one
+        turn = torch.arange(len(x), device=x.device)[:, None] + ranks.rank
+        slot = self.replicas[chosen, turn % self.copies[chosen]]                    # [T, k]
+        owner = torch.arange(ranks.size, device=x.device)[:, None, None]
+        to, row = (slot // self.per_rank == owner).any(2).nonzero().unbind(1)       # [n] copies
+        mine = slot[row] // self.per_rank == to[:, None]                            # [n, k]
+        a = K.rms_norm(x, self.norm, w.eps).to(w.dtype)
+        a = (K.quantize(a, K.FP8) if ranks.packed else a)[row]
+        message = a, torch.where(mine, slot[row] % self.per_rank, -1).int(), weight[row]
+        sizes = [t.shape[1] * t.itemsize for t in message]
+        got, came = ranks.exchange(torch.cat([t.view(torch.uint8) for t in message], 1), to)
+        a, ids, weight = (g.clone(memory_format=torch.contiguous_format).view(t.dtype)
+                          for g, t in zip(got.split(sizes, 1), message))
+        y = self._experts(K.dequantize(a, K.FP8) if ranks.packed else a, None, ids.long(), weight,
+                          False)[:, :k]
+        back = y[ids >= 0].to(torch.float32 if w.block else w.dtype)
+        back, _ = ranks.exchange(back, came.repeat_interleave((ids >= 0).sum(1)))
+        copy, choice = mine.nonzero().unbind(1)
+        out[row[copy], choice] = back.float()
+        return out
 
 def token_classes(prompt, c):
     """Token id -> class int64 [V]: ids whose text is equal once normalized share a class."""
     n = normalizers
-    normalize = n.Sequence([n.NFKC(), n.NFD(), n.StripAccents(), n.Lowercase(),
-                            n.Replace(Regex(r"[ \t\r\n]+"), " "), n.Replace(Regex("^ $"), "\ue000"),
-                            n.Strip(), n.Replace("\ue000", " ")]).normalize_str
+    normalize = n.Sequence([
+        n.NFKC(), n.NFD(), n.StripAccents(), n.Lowercase(), n.Replace(Regex(r"[ \t\r\n]+"), " "),
+        n.Replace(Regex("^ $"), "\ue000"), n.Strip(), n.Replace("\ue000", " ")]).normalize_str
     classes, out = {}, []
     for i in range(c.vocab_size):
         text = prompt.whole.decode([i], skip_special_tokens=False)
         key = prompt.whole.id_to_token(i) if "\ufffd" in text else normalize(text) or text
         out.append(classes.setdefault(key, len(classes)))
-    need(len(classes) == c.engram_compressed_vocab_size, f"the tokenizer has {len(classes)} token "
-         f"classes, config.json says {c.engram_compressed_vocab_size}: Engram rows would be wrong")
+    found, want = len(classes), c.engram_compressed_vocab_size
+    need(found == want, f"the tokenizer has {found} token classes, config.json says {want}")
     return torch.tensor(out)
-
-def ngram_rows(classes, multipliers, primes, offsets):
-    """Table rows of the n-grams that end at each token: -> int64 [T, (N-1) * heads].
-
-    classes int64 [T, N]: the token's own class first, then looking back. For n = 2..N the XOR of
-    class[i] * multipliers[i], i < n, modulo primes [N-1, heads], plus offsets [N-1, heads].
-    """
-    rolling = classes * multipliers                                            # [T, N]
-    rows = []
-    for n in range(1, classes.shape[1]):
-        rolling[:, n] ^= rolling[:, n - 1]
-        rows.append(rolling[:, n, None] % primes[n - 1] + offsets[n - 1])
-    return torch.cat(rows, 1)
 
 class Engram:
     """n-gram memory: hashed rows of a mapped table, gated into every stream."""
-
     def __init__(self, c, plan, weights, prefix):
         self.c, self.w, self.name = c, weights, prefix + "embed"
-        weights.checkpoint.read_at_random(self.name)
         self.wkv = Linear(prefix + "wkv", weights)
         self.q_weight, self.k_weight = (weights.vector(f"{prefix}{n}_weight") for n in "qk")
-        self.primes = torch.tensor(engram_primes(c)[plan.engram], device=self.w.device)
-        last, flat = int(self.primes.sum()), self.primes.flatten()          # [N - 1, heads]
-        need(last == c.engram_num_embeddings[plan.engram], f"the primes of layer {plan.index}'s "
-             f"Engram table sum to {last}, not to its rows")
+        self.primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.w.device)
+        self.n_rows, flat = int(self.primes.sum()), self.primes.flatten()   # [N - 1, heads]
+        rows = c.engram_num_embeddings[plan.engram]
+        need(self.n_rows == rows, f"layer {plan.index}: the primes of its Engram table sum to "
+             f"{self.n_rows}, not to its {rows} rows")
         self.offsets = (flat.cumsum(0) - flat).view_as(self.primes)         # each head its own rows
-        self.multipliers = torch.tensor(engram_multipliers(c, plan.index), device=self.w.device)
+        self.multipliers = torch.tensor(K.engram_multipliers(c, plan.index), device=self.w.device)
 
     def __call__(self, h, y, mix, memory):
         """h, y, mix: see kernels.hc_boundary; memory [T, C * width] -> h with both written."""
@@ -1010,20 +995,29 @@ class Engram:
 
     def look_up(self, batch):
         """-> fp32 [T, C * width], the rows of each token's n-grams."""
-        rows = ngram_rows(batch.classes, self.multipliers, self.primes, self.offsets)
+        rows = K.ngram_rows(batch.classes, self.multipliers, self.primes, self.offsets)
         return self.rows(rows).flatten(1)
 
     def rows(self, index):
-        """Table rows index [T, C] -> fp32 [T, C, width], read from the mapped file."""
-        index = index.cpu()
-        weight, scale = (self.w.checkpoint.packed(f"{self.name}.{n}").view(torch.uint8)[index]
+        """Table rows index [T, C] -> fp32 [T, C, width], read from the mapped file; with
+        --shard-engram by the rank whose share they are in."""
+        ranks = self.w.ranks
+        if not ranks.shard_engram:
+            return K.dequantize(self._read(index), K.FP8)
+        owner, order = (index.flatten() // -(-self.n_rows // ranks.size)).sort()
+        asked, came = ranks.exchange(index.flatten()[order], owner)
+        got, _ = ranks.exchange(self._read(asked), came)
+        return K.dequantize(got[order.argsort()].view(*index.shape, got.shape[1]), K.FP8)
+
+    def _read(self, index):
+        """Table rows -> their bytes [..., width + width / 32], values and scales."""
+        weight, scale = (self.w.checkpoint.packed(f"{self.name}.{n}").view(torch.uint8)[index.cpu()]
                          for n in ("weight", "scale"))
         check_scale(self.name, scale.view(K.E8M0))
-        return K.dequantize(torch.cat([weight, scale], -1), K.FP8).to(self.w.device)
+        return torch.cat([weight, scale], -1).to(self.w.device)
 
 class Block:
     """(Engram,) attention and experts, each at its mHC site: a layer, or a draft stage."""
-
     def __init__(self, c, plan, weights):
         self.c, self.w, stage = c, weights, plan.index - len(c.layers)
         p, n, k = ((f"mtp.{stage}.", c.dspark_n_routed_experts, c.dspark_num_experts_per_tok)
@@ -1035,28 +1029,27 @@ class Block:
         self.attn = Attention(c, plan, weights, p + "attn.", weights.vector(p + "attn_norm.weight"))
         self.ffn = MoE(c, weights, p + "ffn.", weights.vector(p + "ffn_norm.weight"), n, k)
 
-    def __call__(self, h, y, mix, batch, cache):
-        """The state of kernels.hc_boundary, h [T, S, D], y, mix -> the same, one layer on."""
+    def __call__(self, h, y, mix, batch, cache, whole=True):
+        """State of kernels.hc_boundary, h [T, S, D], y, mix -> that one layer on, if whole."""
         index = self.attn.plan.index
         if self.engram:
             h, y = self.engram(h, y, mix, batch.memory[index]), None
         features = batch.features if index in self.c.dspark_target_layer_ids else None
         h, x, mix = K.hc_boundary(h, y, mix, self.sites[0], self.c, self.w.block, features)
-        y = self.attn(x, batch, cache)
+        y = self.attn(x, batch, cache, whole)
+        if not whole:
+            return None
         h, x, mix = K.hc_boundary(h, y, mix, self.sites[1], self.c, self.w.block)
         return h, self.ffn(x), mix
 
 def rope_frequencies(c, compressed):
     """Radians a position, fp32 [r/2]: plain for ratio 0; another base and YaRN for ratio > 0.
-
-    c: Config (rope_theta, compress_rope_theta, rope_scaling_*). YaRN scales frequencies only.
-    """
+    c: Config (rope_theta, compress_rope_theta, rope_scaling_*). YaRN scales frequencies only."""
     r, scale = c.qk_rope_head_dim, c.rope_scaling_factor
     theta = c.compress_rope_theta if compressed else c.rope_theta
     f = theta ** -(torch.arange(0, r, 2, dtype=torch.float64) / r)
     if not compressed:
         return f.float()
-
     def pair(turns):                            # the pair that turns so often in the old context
         length = c.rope_scaling_original_max_position_embeddings
         return r * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -1067,7 +1060,6 @@ def rope_frequencies(c, compressed):
 
 class Transformer:
     """The backbone: embedding, blocks, norm, head."""
-
     def __init__(self, c, weights, progress=None):
         self.c, self.w, self.blocks = c, weights, []
         self.embed = weights.checkpoint.packed("embed.weight").to(self.w.device)       # [V, D]
@@ -1075,12 +1067,15 @@ class Transformer:
             self.blocks.append(Block(c, plan, weights))
             if progress:
                 progress("loading layer", plan.index + 1, len(c.layers))
+        # past the last KV source, if it makes a latent a token, no layer writes but window rows
+        last = next((p for p in c.layers[::-1] if p.mode == "full"), None)
+        self.handover = last.index if last and last.ratio == 1 else None
         self.norm = weights.vector("norm.weight")
         self.head = Linear("head", weights)
         self.frequencies = [rope_frequencies(c, x).to(self.w.device) for x in (False, True)]
 
     def hidden(self, batch, cache, blocks):
-        """All rows of the batch through blocks -> fp32 [T, D], not yet normed."""
+        """The batch through blocks -> fp32 [T, D], not yet normed, of the rows that it keeps."""
         plain, compressed = self.frequencies
         batch.rope = [K.rotation(batch.pos, plain), K.rotation(batch.pos, compressed),
                       K.rotation(batch.pos // 2 * 2, compressed)]
@@ -1088,13 +1083,22 @@ class Transformer:
         h, y, mix = h[:, None].repeat(1, self.c.hc_mult, 1), None, None
         batch.memory = {b.attn.plan.index: b.engram.look_up(batch) for b in blocks if b.engram}
         for block in blocks:
-            h, y, mix = block(h, y, mix, batch, cache)
-        return K.hc_boundary(h, y, mix, None, self.c)[1]
+            if block.attn.plan.index == self.handover and any(batch.dropped):
+                dropped, state, (h, y, mix) = batch.split(h, y, mix)
+                block(*state, dropped, cache, whole=False)
+            if len(h):
+                h, y, mix = block(h, y, mix, batch, cache)
+            elif self.w.ranks.size > 1:                  # other ranks' tokens may need the experts
+                block.ffn(h[:, 0])
+            if block.attn.plan.index == self.handover:
+                batch.oldest = batch.tails
+        return K.hc_boundary(h, y, mix, None, self.c)[1] if len(h) else h[:, 0].float()
 
-    def __call__(self, batch, cache, rows):
-        """All rows of the batch go through; -> logits fp32 [len(rows), V] of the rows asked for."""
-        x = self.hidden(batch, cache, self.blocks)[rows]
-        return self.logits(x, self.norm)
+    def __call__(self, batch, cache, last):
+        """All rows of the batch go through; -> logits fp32 [n, V] of last[i] of each sequence."""
+        x = self.hidden(batch, cache, self.blocks)
+        rows = [i for n, (_, _, end, _) in zip(last, batch.spans) for i in range(end - n, end)]
+        return self.logits(x[rows], self.norm)
 
     def logits(self, x, norm):
         """x fp32 [n, D] -> fp32 [n, V]."""
@@ -1103,7 +1107,6 @@ class Transformer:
 # == Draft: DSpark proposes tokens, the model judges them ==========================================
 class Draft:
     """DSpark: three stages guess a block of n tokens at once, a Markov head makes them agree."""
-
     def __init__(self, c, weights, target):
         last = f"mtp.{len(c.stages) - 1}."
         self.c, self.w, self.target = c, weights, target
@@ -1117,10 +1120,10 @@ class Draft:
         self.confidence = Linear(last + "confidence_head.proj", weights)
 
     def commit(self, batch, stand, cache):
-        """Write the context rows of the first stand[i] tokens of the i-th sequence: its last W."""
-        W, spans = self.c.sliding_window, zip(batch.spans, stand)
-        rows = [range(max(a, a + n - W), a + n) for (_, a, _, _), n in spans]
-        rows = torch.tensor([*itertools.chain(*rows)], dtype=torch.int64, device=self.w.device)
+        """Write the context rows of the first stand[i] tokens of the i-th sequence, if kept."""
+        spans = zip(batch.spans, stand, batch.dropped)
+        rows = [i for (_, a, _, _), n, gone in spans for i in range(a, a + n - gone)]
+        rows = torch.tensor(rows, dtype=torch.int64, device=self.w.device)
         x = self.main_proj(torch.cat([x[rows] for x in batch.features], 1))    # [n, 3D], no norm
         slot, pos, rotate = batch.slot[rows], batch.pos[rows], [t[rows] for t in batch.rope[0]]
         for stage in self.stages:
@@ -1130,18 +1133,18 @@ class Draft:
 
     def propose(self, seqs, cache, choose):
         """-> per sequence: drafts (n ids), their logits [n, V], survival (n floats).
-
         A block is the anchor, the last id of a sequence, which has not been through the model, and
         n - 1 noise ids, which stay in seq.drafts. choose(seq, logits [V], position) -> id.
-        Survival: the estimated chance that a draft and all before it are accepted.
-        """
+        Survival: the estimated chance that a draft and all before it are accepted."""
         n = self.c.dspark_block_size
         for seq in seqs:
             seq.drafts = [self.c.dspark_noise_token_id] * (n - 1)
             cache.open(seq, n)           # its own rows stand there until commit writes over them
         batch = Batch([(seq, n) for seq in seqs], self.w.device)
-        batch.newest = batch.pos.view(-1, n)[:, -1:].repeat(1, n).flatten()        # both ways
+        batch.newest = batch.pos.view(len(seqs), n)[:, -1:].repeat(1, n).flatten()     # both ways
         raw = self.target.hidden(batch, cache, self.stages)
+        if not seqs:                                     # it only lent its experts to other ranks
+            return [], [], []
         base, raw = (t.unflatten(0, (-1, n)) for t in (self.target.logits(raw, self.norm), raw))
         drafts, logits, sure = [[seq.ids[-1]] for seq in seqs], [], []
         for j in range(n):                               # the only part that is sequential
@@ -1157,11 +1160,8 @@ class Draft:
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue a prompt. temperature 0 is greedy; top_p keeps the token that crosses it.
-
-    verify: the rule for drafts at temperature > 0, both exact in distribution. "coupled": draft and
-    target draw with the same noise, so the text is the same as without drafts. "rejection": accepts
-    a little more often; the text for a seed depends on how many drafts its steps had.
-    """
+    verify: the rule for drafts at temperature > 0, both exact in distribution. "coupled": one noise
+    for draft and target, so the text is that without drafts. "rejection": accepts a little more."""
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
@@ -1189,67 +1189,81 @@ class Output(NamedTuple):
 
 class Engine:
     """The model, its cache, and the requests that share them."""
-
-    def __init__(self, cfg, model, draft, n_drafts, prompt, max_batch, max_pages, chunk):
+    def __init__(self, cfg, model, draft, n_drafts, prompt, max_batch, max_pages, chunk, replay):
         self.cfg, self.model, self.prompt, self.device = cfg, model, prompt, model.w.device
         self.cache, self.chunk = Cache(cfg, max_batch, max_pages, chunk, self.device), chunk
         self.draft, self.n_drafts = draft, n_drafts      # n_drafts: a number, or "confidence"
+        self.replay = replay * (model.handover is not None)       # tokens; 0: prefill is exact
         self.seconds = {"draft": 0.0, "forward": 0.0, "step": 0.0}          # where the time went
         self.cost = {}                   # rows of a decode step -> its mean seconds, for confidence
         self.waiting, self.running, self.ngram = [], [], None
+        self.ranks, self.n_steps = model.w.ranks, 0
         if cfg.engram_layer_ids:
             classes = token_classes(prompt, cfg).to(self.device)
             self.ngram = classes, int(classes[cfg.engram_pad_token_id]), cfg.engram_max_ngram_size
 
     @classmethod
     def load(cls, folder, device=None, dtype=None, deterministic=False, lazy=None, max_batch=8,
-             max_pages=None, chunk=512, speculate=True, replay=True, progress=None):
+             max_pages=None, chunk=512, speculate=True, replay=True, progress=None, redundant=0,
+             packed=False, shard_engram=False):
         """An Engine for the checkpoint in `folder` (a local path, the published layout).
-
         dtype: of activations, default bf16 on a GPU, fp32 on a CPU. deterministic: a row's bits do
         not depend on the other rows (at one number of threads). lazy: dequantize and check weights
         as they are used; default where they do not fit into memory. max_batch: requests that run
         at once. max_pages: global pages of 128 tokens, default as many as the batch can use, within
-        2 GiB. chunk: most rows of one step. speculate: True judges all drafts of a checkpoint with
-        draft stages, a number at most so many, "confidence" as many as pay, False none. replay is
-        accepted and changes nothing.
-        """
+        2 GiB. chunk: most rows of one step. speculate: judge all drafts (True), at most so many, as
+        many as pay ("confidence") or none. replay: only the last tokens of a prompt go past the
+        handover, a window (True) or so many; False is exact. Ranks (torchrun) share the experts:
+        redundant copies of the busiest; packed: sent as FP8; shard_engram: tables shared too."""
         for name, x in (("max_batch", max_batch), ("chunk", chunk),
                         ("max_pages", 1 if max_pages is None else max_pages)):
             need(type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number from 1")
         need(speculate == "confidence" or type(speculate) in (bool, int) and speculate >= 0,
              f"speculate is {speculate!r}, not True, False, a number of drafts or 'confidence'")
-        need(chunk >= max_batch, f"chunk {chunk} is below max_batch {max_batch}: each needs a row")
+        need(max_batch <= chunk < 2**16, f"chunk is {chunk}, not {max_batch} (max_batch) to 65535")
         device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         need(device == "cpu" or torch.cuda.is_available(), f"device is {device!r}: no GPU is here")
         need(device == "cpu" or K.triton and torch.cuda.get_device_capability(device) >= (8, 9),
              f"device is {device!r}: the kernels need triton, and a GPU that has FP8")
-        need(chunk < 2**16, f"chunk is {chunk}, at most 65535 rows make a launch")
+        ranks = Ranks(device, redundant, packed, shard_engram)
+        if device == "cuda" and ranks.size > 1:
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
         if device.startswith("cuda:"):
             torch.cuda.set_device(device)                # where Triton launches
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-        need(dtype in (torch.float32, torch.bfloat16), f"dtype is {dtype!r}, not torch.float32 or "
-             "torch.bfloat16")
+        need(dtype in (torch.float32, torch.bfloat16), f"dtype is {dtype}, not float32 or bfloat16")
         need(not Path(folder).is_file(), f"{folder} is a file: a checkpoint is a local folder")
         cfg = Config.load(folder)
         n = cfg.dspark_block_size if speculate is True or not cfg.stages else speculate
         need(n == "confidence" or n <= cfg.dspark_block_size < RING, f"speculate is {n}: a block "
              f"holds {cfg.dspark_block_size} drafts here, and a step at most {RING - 1}")
-        m, most = memory(cfg, dtype), max_batch * -(-cfg.max_position_embeddings // PAGE)
-        max_pages = max_pages or max(1, min(most, 2**31 // max(1, m["page"])))
-        prompt = Prompt(folder, cfg.bos_token_id)
-        weights = Weights(Checkpoint(folder, cfg), device, dtype, 16 if deterministic else None,
-                          not fits(m, device) if lazy is None else lazy, cfg.rms_norm_eps,
-                          K.FUSED or device != "cpu", max(chunk, max_batch * cfg.dspark_block_size))
+        W, replay = cfg.sliding_window, cfg.sliding_window if replay is True else replay
+        good = type(replay) in (bool, int) and (not replay or replay >= W)
+        need(good, f"replay is {replay!r}, not True, False or at least the window's {W} tokens")
+        if lazy is None:                         # do the weights fit, with a fifth to spare?
+            there = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu"
+                     else torch.cuda.mem_get_info()[1])
+            lazy = weight_bytes(cfg, dtype, ranks.size, redundant) > 0.8 * there
+        E, most = cfg.n_routed_experts, max_batch * -(-cfg.max_position_embeddings // PAGE)
+        max_pages = max_pages or max(1, min(most, 2**31 // max(1, page_bytes(cfg))))
+        fits = (E + redundant) % ranks.size == 0 and 0 <= redundant <= E * (ranks.size - 1)
+        need(fits, f"{E} experts and {redundant} redundant ones do not fit {ranks.size} ranks")
+        prompt, checkpoint = Prompt(folder, cfg.bos_token_id), Checkpoint(folder, cfg)
+        same = cfg, checkpoint.specs, redundant, packed, shard_engram, dtype, deterministic, bool(n)
+        digest = hashlib.sha256(repr(same).encode()).digest()
+        need(len({*ranks.gather(digest)}) == 1, "the ranks' checkpoints or settings differ")
+        weights = Weights(checkpoint, device, dtype, 16 if deterministic else None,
+                          lazy, cfg.rms_norm_eps, K.FUSED or device != "cpu",
+                          max(chunk, max_batch * cfg.dspark_block_size), ranks)
         model = Transformer(cfg, weights, progress)
         draft = Draft(cfg, weights, model) if n and cfg.stages else None
-        return cls(cfg, model, draft, n, prompt, max_batch, max_pages, chunk)
+        return cls(cfg, model, draft, n, prompt, max_batch, max_pages, chunk, replay)
 
     # -- requests ---------------------------------------------------------------------------------
     def _sequence(self, prompt, params=None):
         """A checked, not yet admitted Sequence; without params it will not be sampled from."""
-        need(isinstance(prompt, (str, list, tuple)), f"the prompt {prompt!r:.40} is no string and "
-             "no list of ids")
+        good = isinstance(prompt, (str, list, tuple))
+        need(good, f"the prompt {prompt!r:.40} is no string and no list of ids")
         need(isinstance(params, SamplingParams | None), f"{params!r:.40} is no SamplingParams")
         ids = self.prompt.raw(prompt) if isinstance(prompt, str) else list(prompt)
         V, image = self.cfg.vocab_size, self.cfg.image_token_id
@@ -1262,7 +1276,7 @@ class Engine:
         need(limit <= most, f"{size} exceed the context of {most}")
         need(limit <= self.cache.n_pages * PAGE, f"{size} need {-(-limit // PAGE)} pages of {PAGE} "
              f"tokens, the pool has {self.cache.n_pages}")
-        return Sequence(ids, params, self.prompt.decoder())
+        return Sequence(ids, params, self.prompt.decoder(), self.replay if params else 0)
 
     def submit(self, prompt, params=SamplingParams()):
         """Queue one prompt (a string or ids); -> its Sequence, which `step` moves on."""
@@ -1286,16 +1300,21 @@ class Engine:
                 self.running.append(self.waiting.pop(0))
             self._draft()
             self.seconds["draft"] += time.perf_counter() - start
-            for seq in sorted(self.running, key=lambda s: not s.decoding):          # decode first
-                n = min(len(seq.ids) + len(seq.drafts) - seq.n_cached, budget)
+            order = sorted(self.running, key=lambda s: (not s.decoding, len(s.ids) - s.n_cached))
+            for i, seq in enumerate(order):      # decode first; prompts share what is left
+                n = min(len(seq.ids) + len(seq.drafts) - seq.n_cached,
+                        budget if seq.decoding else budget // (len(order) - i))
                 work += [(seq, n)] * (n > 0)
                 budget -= n
             work = self._make_room(work)
             if not work and self.waiting:                # a leak must not become a hang
                 raise RuntimeError("no page is free for the next request, and nothing runs")
             decoding = all(seq.decoding for seq, _ in work)
-            if work:
+            if self.ranks.any(bool(work)):
                 self._advance(work)
+            self.n_steps += 1
+            if self.ranks.redundant and self.n_steps % REBALANCE == 0:
+                self.rebalance()
         except BaseException:
             for seq, _ in work or [(seq, 0) for seq in self.running]:
                 self.cancel(seq, "error")
@@ -1308,11 +1327,17 @@ class Engine:
             self.cost[rows] = count + 1, mean + (seconds - mean) / min(max(1, count), 50)
         return [seq for seq, _ in work]
 
+    def rebalance(self):
+        """Place the experts of every layer anew, by what all ranks' tokens chose so far."""
+        for moe in (b.ffn for b in self.model.blocks + (self.draft.stages if self.draft else [])):
+            moe.place([sum(x) for x in zip(*self.ranks.gather(moe.loads.tolist()))])
+            moe.loads.zero_()
+
     def _make_room(self, work):
         """Where pages lack, do without drafts, then without the youngest requests, which give their
         pages back and start again later."""
         def lacking():
-            return sum(self.cache.lacks(*each) for each in work) > len(self.cache.free_pages)
+            return sum(self.cache.lacks(*each) for each in work) > len(self.cache.global_pages.idle)
         if lacking():
             work = [(seq, n - len(seq.drafts)) for seq, n in work]
             for seq, _ in work:
@@ -1320,18 +1345,15 @@ class Engine:
         while lacking():
             seq = self.running.pop()
             self.cache.release(seq)
-            seq.n_cached = 0
             self.waiting.insert(0, seq)
             work = [(s, n) for s, n in work if s is not seq]
         return work
 
     def _advance(self, work):
-        """Forward and judge the (sequence, n) of work; append what was made."""
-        ends = itertools.accumulate(n for _, n in work)          # judged: none inside a prompt
+        """Forward, and judge the (sequence, n) of work that reach an end; append what was made."""
         judged = [(1 + len(s.drafts)) * (s.n_cached + n == len(s.ids + s.drafts)) for s, n in work]
         start = time.perf_counter()
-        batch, logits = self._run(work, [i for n, end in zip(judged, ends)
-                                         for i in range(end - n, end)])
+        batch, logits = self._run(work, judged)
         made = [self._judge(seq, x) for (seq, _), x in zip(work, logits.split(judged))]
         self.seconds["forward"] += time.perf_counter() - start   # a GPU is waited for in _judge
         self._commit(batch, work, [n - x + len(new)              # rejected drafts do not stand
@@ -1344,12 +1366,11 @@ class Engine:
     def _draft(self):
         """Give every decoding sequence the drafts that this step will judge."""
         seqs = [s for s in self.running if s.decoding] if self.draft else []
-        most = self.chunk // max(1, len(seqs)) - 1
+        most = (self.chunk - len(self.running)) // max(1, len(seqs))       # a row for each prompt
         room = {s: min(most, s.params.max_tokens - len(s.new) - 1) for s in seqs}   # and one token
         seqs = [s for s in seqs if room[s]]
-        if not seqs:
+        if not self.ranks.any(bool(seqs)):
             return
-
         def choose(seq, logits, pos):                    # with its own noise, or the target's
             p = seq.params
             return K.sample(logits, p.temperature, 1.0, p.seed, pos, int(p.verify == "rejection"))
@@ -1371,25 +1392,25 @@ class Engine:
         price = row * tokens / (least + max(0.0, rows - a) * row)
         return next((i for i, s in enumerate(survival) if s < price), len(survival))
 
-    def _run(self, work, rows):
-        """The forward: next n tokens of each (sequence, n) -> batch, logits of the given rows."""
+    def _run(self, work, last):
+        """The forward: next n tokens of each (sequence, n) -> batch, logits of the last."""
         for seq, n in work:
             self.cache.extend(seq, n)
+            self.cache.open(seq, n)
         batch = Batch(work, self.device, self.ngram)
-        return batch, self.model(batch, self.cache, rows)
+        return batch, self.model(batch, self.cache, last)
 
     def _commit(self, batch, work, stand):
         """The first stand[i] tokens of the i-th sequence are there to be seen from now on."""
-        if self.draft:
+        if self.draft and len(batch.pos):
             self.draft.commit(batch, stand, self.cache)
         for (seq, _), n in zip(work, stand):
-            seq.n_cached += n
-            self.cache.trim(seq)
+            self.cache.commit(seq, n)
 
     @torch.inference_mode()
-    def _forward(self, work, rows):
-        """Run and commit all tokens of work -> logits of the given rows."""
-        batch, logits = self._run(work, rows)
+    def _forward(self, work, last=None):
+        """Run and commit all tokens of work -> logits of so many last ones of each, or of all."""
+        batch, logits = self._run(work, last or [n for _, n in work])
         self._commit(batch, work, [n for _, n in work])
         return logits
 
@@ -1423,36 +1444,36 @@ class Engine:
     # -- the public calls -------------------------------------------------------------------------
     def logits(self, ids, chunks=None):
         """Exact prefill of a fresh sequence: ids [n] -> logits fp32 [n, V] of every position.
-
-        chunks: sizes that sum to n, to cut the prompt there (it is also cut at the engine's chunk).
-        Image ids are taken as the text tokens of their embedding. All pages come back.
-        """
+        chunks: sizes that sum to n, to cut the prompt there. Image ids are taken as text tokens."""
         seq = self._sequence(ids)
         chunks = [len(seq.ids)] if chunks is None else list(chunks)
         good = all(type(n) is int and n > 0 for n in chunks) and sum(chunks) == seq.n_prompt
         need(good, f"chunks {chunks} do not cut {seq.n_prompt} tokens")
         sizes = [min(self.chunk, n - i) for n in chunks for i in range(0, n, self.chunk)]
         need(self.cache.admit(seq), f"{-(-seq.n_prompt // PAGE)} pages and a slot are needed, "
-             f"{len(self.cache.free_pages)} and {len(self.cache.free_slots)} are free")
+             f"{len(self.cache.global_pages.idle)} and {len(self.cache.free_slots)} are free")
         try:
-            return torch.cat([self._forward([(seq, n)], slice(None)) for n in sizes])
+            return torch.cat([self._forward([(seq, n)]) for n in sizes])
         finally:
             self.cache.release(seq)
 
     def generate(self, prompts, params=SamplingParams()):
-        """prompts: list of strings or id lists; params: one for all or a list -> list of Output."""
+        """prompts: list of strings or id lists; params: one for all or a list -> list of Output.
+        Every rank calls it with the same prompts, runs its part of them and gets all outputs."""
         need(isinstance(prompts, (list, tuple)), "generate takes a list of prompts")
         params = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
         need(len(params) == len(prompts), f"{len(prompts)} prompts but {len(params)} params")
         seqs = [self._sequence(p, q or SamplingParams()) for p, q in zip(prompts, params)]
+        seqs = seqs[self.ranks.rank :: self.ranks.size]  # this rank's
         self.waiting.extend(seqs)                        # only once all of them were accepted
         try:
-            while self._unfinished(seqs):
+            while self.ranks.any(self._unfinished(seqs)):
                 self.step()
         finally:
             for seq in seqs:
                 self.cancel(seq)
-        return [Output(s.new, s.text, s.finish_reason, s.stats()) for s in seqs]
+        made = self.ranks.gather([Output(s.new, s.text, s.finish_reason, s.stats()) for s in seqs])
+        return [made[i % len(made)][i // len(made)] for i in range(len(prompts))]
 
     def stream(self, prompt, params=SamplingParams()):
         """-> iterator of the text of one prompt, as it is made; closing it cancels the request."""
@@ -1462,12 +1483,13 @@ class Engine:
         self.waiting.append(seq)
         shown = 0
         try:                                             # another caller's step may move it, end it
-            while self._unfinished([seq]) or len(seq.text) > shown:
-                if len(seq.text) == shown:
-                    self.step()
+            while self.ranks.any(self._unfinished([seq])):
+                self.step()
                 new, shown = seq.text[shown:], len(seq.text)
                 if new:
                     yield new
+            if seq.text[shown:]:
+                yield seq.text[shown:]
         finally:
             self.cancel(seq)
 
@@ -1488,29 +1510,28 @@ def arguments(argv):
     def drafts(text):
         return text if text == "confidence" else int(text)
     p = argparse.ArgumentParser("nanoflash", description="DeepSeek-V4.1-Flash in two files.")
-    p.add_argument("--prompt", help="text to continue (with --chat: what the user says)")
-    p.add_argument("--model", default=DEFAULT_MODEL, help="a checkpoint's folder (docs/tiny)")
-    p.add_argument("--max-tokens", type=int, default=128, help="most new tokens (128)")
-    p.add_argument("--temperature", type=float, help="0 is greedy (generation_config.json, or 0)")
-    p.add_argument("--top-p", type=float, help="mass of tokens kept (generation_config.json, or 1)")
-    p.add_argument("--seed", type=int, default=0, help="the same seed, the same text (0)")
-    p.add_argument("--chat", action="store_true", help="wrap the prompt in the chat encoding")
-    p.add_argument("--think", action="store_true", help="with --chat: reason first")
-    p.add_argument("--effort", type=int, default=75, help="with --think: 1 to 100 (75)")
-    p.add_argument("--no-speculate", dest="drafts", action="store_false", help="make no drafts")
-    p.add_argument("--drafts", type=drafts, default=True,
-                   help="most drafts a step, or `confidence`: as many as pay (all)")
-    p.add_argument("--verify", choices=("coupled", "rejection"), default="coupled",
-                   help="how sampling judges drafts (coupled: the text is that without drafts)")
-    p.add_argument("--no-replay", action="store_true", help="accepted; prefill is exact so far")
-    p.add_argument("--deterministic", action="store_true", help="the same bits in any company")
-    p.add_argument("--lazy", action="store_true", default=None, help="dequantize weights at use")
-    p.add_argument("--dtype", choices=("fp32", "bf16"), help="(bf16 on a GPU, else fp32)")
-    p.add_argument("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
-    p.add_argument("--plan", action="store_true", help="print sizes, without opening any weight")
-    p.add_argument("--ranks", type=int, default=1, help="with --plan: number of ranks (1)")
-    p.add_argument("--stats", action="store_true", help="print counts and speed on stderr")
-    p.add_argument("--selfcheck", action="store_true", help="hold this device to docs/golden")
+    add = p.add_argument
+    add("--prompt", help="text to continue (with --chat: what the user says)")
+    add("--model", default=DOCS / "tiny", help="a checkpoint's folder (docs/tiny)")
+    add("--max-tokens", type=int, default=128, help="most new tokens (128)")
+    add("--temperature", type=float, help="0 is greedy (generation_config.json, or 0)")
+    add("--top-p", type=float, help="mass of tokens kept (generation_config.json, or 1)")
+    add("--seed", type=int, default=0, help="the same seed, the same text (0)")
+    add("--effort", type=int, default=75, help="with --think: 1 to 100 (75)")
+    add("--drafts", type=drafts, default=True, help="most a step; `confidence`: what pays (all)")
+    add("--verify", choices=("coupled", "rejection"), default="coupled", help="rule for drafts")
+    add("--dtype", choices=("fp32", "bf16"), help="(bf16 on a GPU, else fp32)")
+    add("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
+    add("--ranks", type=int, default=1, help="with --plan: number of ranks (1)")
+    add("--redundant-experts", type=int, default=0, metavar="R", help="copies of R experts (0)")
+    for flag, text in {
+            "chat": "wrap the prompt in the chat encoding", "think": "with --chat: reason first",
+            "no-speculate": "make no drafts", "no-replay": "exact prefill of long prompts",
+            "deterministic": "the same bits in any company", "lazy": "dequantize weights at use",
+            "pack-dispatch": "send tokens to experts as FP8", "stats": "print counts and speed",
+            "shard-engram": "a rank reads its table rows only", "plan": "print sizes, open no file",
+            "selfcheck": "hold this device to docs/golden"}.items():
+        add(f"--{flag}", action="store_true", help=text)
     args = p.parse_args(argv)
     if args.prompt is None and not (args.plan or args.selfcheck):
         p.error("--prompt (or --plan) is needed")
@@ -1519,59 +1540,38 @@ def arguments(argv):
             p.error(f"--{flag} goes with --{wants}")
     return args
 
-def selfcheck(device, dtype, deterministic):
-    """Hold the engine on this device, part by part, to what an independent implementation made of
-    docs/golden. One rounding of a cache row may fall the other way, so ValueError from 1 % on."""
-    from safetensors.torch import load_file                       # of the `test` extra
-    folder = DEFAULT_MODEL.parent / "golden"
-    golden = load_file(folder / "golden.safetensors")
-    torch.set_num_threads(1)                     # on small tensors a second thread only costs
-    engine = Engine.load(folder, device, dtype or torch.float32, deterministic)
-    kind = "Triton kernels" if engine.model.w.fused else "PyTorch references"
-    print(f"{engine.device}, {engine.model.w.dtype}, {kind}")
-    for name in ("rand1", "rand2", "rand5", "rand37", "text37"):
-        ids, want = golden[f"{name}.ids"].tolist(), golden[f"{name}.logits"]
-        for how, chunks in (("prefill", None), ("decode", [1] * len(ids))):
-            error = engine.logits(ids, chunks).cpu() - want
-            share = (error.norm() / want.norm()).item()
-            print(f"{name} {how}: {len(ids)} tokens, logits off by {share:.1e} of their norm, by "
-                  f"{error.abs().max():.1e} at most")
-            need(share <= 1e-2, f"{name} {how} is off by {share:.1e}, 1e-2 at most can be right")
-    for i in range(3):
-        prompt, want = (golden[f"greedy{i}.{x}"].tolist() for x in ("prompt", "tokens"))
-        out = engine.generate([prompt], SamplingParams(len(want), ignore_eos=True))[0]
-        same = sum(a == b for a, b in zip(out.ids, want))
-        print(f"greedy{i}: {same} of {len(want)} tokens, drafts accepted {out.stats['accepted']}")
-
 def run(args):
     """Print the plan, or the continuation of one prompt as it is made."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[args.dtype]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(args.dtype)
     if args.plan:
-        return print(plan(Config.load(args.model), dtype or torch.float32, args.ranks))
+        plan = runpy.run_path(f"{DOCS}/plan.py")["plan"]
+        return plan(args.model, dtype, args.ranks, args.redundant_experts)
     if args.selfcheck:
-        return selfcheck(args.device, dtype, args.deterministic)
-    ranks = os.environ.get("WORLD_SIZE") or "1"                      # set by torchrun
-    need(ranks == "1", f"this version runs on one rank, not on {ranks}")
+        check = runpy.run_path(f"{DOCS}/selfcheck.py")["selfcheck"]
+        return check(args.device, dtype, args.deterministic)
     path = Path(args.model) / "generation_config.json"
     defaults = _json(path) if path.is_file() else {}
     need(isinstance(defaults, dict), f"{path} holds no object")
     t = defaults.get("temperature", 0) if args.temperature is None else args.temperature
     top_p = defaults.get("top_p", 1) if args.top_p is None else args.top_p
     params = SamplingParams(args.max_tokens, t, top_p, args.seed, verify=args.verify)
-    engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy,
-                         max_batch=1, speculate=args.drafts, progress=progress)
-    if memory(engine.cfg)["weights"] < 2**28:
+    engine = Engine.load(args.model, args.device, dtype, args.deterministic, args.lazy or None,
+                         max_batch=1, speculate=not args.no_speculate and args.drafts,
+                         replay=not args.no_replay, redundant=args.redundant_experts,
+                         packed=args.pack_dispatch, shard_engram=args.shard_engram,
+                         progress=progress)
+    if weight_bytes(engine.cfg, torch.float32) < 2**28:
         torch.set_num_threads(1)                 # on small tensors a second thread only costs
     prompt = args.prompt
     if args.chat:
         prompt = engine.prompt.chat([{"role": "user", "content": prompt}], args.think, args.effort)
-    seq, shown = engine.submit(prompt, params), 0
-    while not seq.finish_reason:
-        engine.step()
-        if seq.n_cached <= seq.n_prompt > engine.chunk:
-            progress("prefill", seq.n_cached, seq.n_prompt)
-        print(seq.text[shown:], end="", flush=True)
-        shown = len(seq.text)
+    if engine.ranks.rank > 0:                            # rank 0 has the request, all the experts
+        while engine.ranks.any(False):
+            engine.step()
+        return
+    seq = engine._sequence(prompt, params)
+    for piece in engine._pieces(seq):
+        print(piece, end="", flush=True)
     print()
     if args.stats:
         draft, forward, step = engine.seconds.values()
@@ -1589,8 +1589,10 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, ImportError) as e:
-        print(f"nanoflash: {e}", file=sys.stderr)
-        return 2
+        rank = os.environ.get("RANK")
+        if rank in (None, "0") or not isinstance(e, ConnectionError):
+            print(f"nanoflash: rank {rank}: {e}" if rank else f"nanoflash: {e}", file=sys.stderr)
+        return os._exit(2) if rank else 2                # a group's threads might hold it up
     except KeyboardInterrupt:
         return 130
 

@@ -43,7 +43,7 @@ class Fake(nf.Checkpoint):
 
     def __init__(self, c, device):
         self.specs = self.at = nf.inventory(c)
-        self.device, self.read_at_random = device, len
+        self.device = device
 
     def packed(self, name):
         """No byte is above 63: no NaN, nothing large."""
@@ -51,12 +51,12 @@ class Fake(nf.Checkpoint):
         dtype = nf.DTYPES[spec.dtypes[0]]
         if self.device == "meta":
             return torch.empty(spec.shape, dtype=dtype, device="meta")
-        return torch.randint(64, (spec.nbytes,), dtype=torch.uint8).view(dtype).view(spec.shape)
+        return torch.randint(64, (nbytes(spec),), dtype=torch.uint8).view(dtype).view(spec.shape)
 
     def stored(self, name):
         """The weight, and its scale or None."""
         there = name + ".scale" in self.at
-        return self.packed(name), self.packed(name + ".scale").view(torch.uint8) if there else None
+        return self.packed(name), self.packed(name + ".scale") if there else None
 
     def dequantized(self, name, dtype, device):
         """Its first bytes, in another type."""
@@ -82,7 +82,7 @@ def launched(model, draft, n, T, execute):
     cache.global_table[:] = cache.window_table[:] = torch.arange(
         cache.global_table.shape[1], device=device)
     seq = types.SimpleNamespace(slot=0, ids=[i % 99 for i in range(n + 1)], drafts=[7] * (T - 1),
-                                n_cached=n, window={})
+                                n_cached=n, n_reused=0, oldest=0, window={})
 
     def run(kernel, *args, grid, warmup, **more):
         options = {n: more.pop(n) for n in ("num_warps", "num_stages") if n in more}
@@ -98,7 +98,7 @@ def launched(model, draft, n, T, execute):
     classes, ops, Ops.log = torch.zeros(c.vocab_size, dtype=torch.int64, device=device), Ops(), log
     with mock.patch.object(F, "run", run), mock.patch.object(nf.Block, "__call__", block), ops:
         batch = nf.Batch([(seq, T)], device, (classes, 2, c.engram_max_ngram_size))
-        model(batch, cache, slice(None))
+        model(batch, cache, [T])
         if draft:
             draft.commit(batch, [T], cache)
             draft.propose([seq], cache, lambda *_: 7)
@@ -108,7 +108,8 @@ def launched(model, draft, n, T, execute):
 def released():
     """Config, and {(shared memory, T, n): what a GPU would be told} of the released model."""
     c, out = nf.Config.load(GOLDEN / "config_released.json"), {}
-    w = nf.Weights(Fake(c, "meta"), "meta", torch.bfloat16, None, False, 1e-20, True, 512)
+    w = nf.Weights(Fake(c, "meta"), "meta", torch.bfloat16, None, False, 1e-20, True, 512,
+                   nf.Ranks())
     sums, like = iter(c.engram_num_embeddings), partial(torch.empty, device="meta")
     with mock.patch.multiple(torch, stack=lambda x: x[0].new_empty(len(x), *x[0].shape),
                              cat=lambda x: x[0].new_empty(sum(map(len, x)), *x[0].shape[1:])), \
@@ -187,7 +188,7 @@ def count_bytes(T):
         o_groups=2, index_n_heads=4, sliding_window=100, index_topk=80, candidate_topk_blocks=24)
     c = nf.Config.read(raw)
     model = nf.Transformer(c, nf.Weights(Fake(c, "cpu"), "cpu", torch.float32, None, False, 1e-20,
-                                         True, 16))
+                                         True, 16, nf.Ranks()))
     model.blocks = model.blocks[5:7]            # a full candidate source, and its reader
     with mock.patch.object(builder, "create_masked_load", load):
         launched(model, None, 300, T, check)

@@ -96,7 +96,7 @@ def complete(cfg, folder):
     cfg["engram_compressed_vocab_size"] = int(classes.max()) + 1
     cfg["engram_num_embeddings"] = [1] * len(cfg["engram_layer_ids"])
     cfg["engram_num_embeddings"] = [int(sum(map(sum, x)))
-                                    for x in nf.engram_primes(nf.Config.read(cfg))]
+                                    for x in nf.K.engram_primes(nf.Config.read(cfg))]
     return cfg, classes
 
 # ------------------------------------------------------------------------------------------------
