@@ -1553,7 +1553,7 @@ def test_random_sessions(replay, n, monkeypatch):
         while sessions and len(running) < 4:
             ids, turns = sessions.pop(pick.randrange(len(sessions)))
             params = nf.SamplingParams(pick.randint(1, 12), pick.choice((0, 0.8)), ignore_eos=True)
-            ids = ids + pick.choices(range(5, 512), k=pick.randint(0, 30))
+            ids = [max(i, 5) for i in ids] + pick.choices(range(5, 512), k=pick.randint(0, 30))
             running[engine.submit(ids, params)] = turns - 1
         with contextlib.suppress(ZeroDivisionError), monkeypatch.context() as patch:
             if pick.random() < 0.03:
