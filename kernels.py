@@ -46,7 +46,7 @@ def _act(dtype):
 
 # -- Number formats: what stands on disk and in the caches -----------------------------------------
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-E2M1 = torch.tensor([s * m for s in (1, -1) for m in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # of a code
+E2M1 = torch.tensor([s * m for s in (1, -1) for m in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # E2M1[code]
 
 class Format(NamedTuple):
     """How a row is packed: all values, then one scale for every `size` channels."""
@@ -100,12 +100,11 @@ def dequantize_weight(weight, scale, dtype):
     weight e4m3 [out, in] with e8m0 scale [ceil(out/32), ceil(in/32)]; or int8 [out, in/2], two e2m1
     a byte, with e8m0 scale [out, in/32]; or bf16/fp32 [out, in] with scale None."""
     if scale is None:
-        return weight.to(dtype)
+        return weight.to(dtype, copy=True)               # never a view of the mapped file
     scale = scale.to(dtype)
     if weight.dtype == E4M3:
-        out, n_in = weight.shape
-        scale = scale.repeat_interleave(32, 0)[:out].repeat_interleave(32, 1)
-        return weight.to(dtype).mul_(scale[:, :n_in])
+        scale = scale.repeat_interleave(32, 0)[: weight.shape[0]].repeat_interleave(32, 1)
+        return weight.to(dtype).mul_(scale[:, : weight.shape[1]])
     values = unpack_e2m1(weight.view(torch.uint8), dtype).unflatten(1, (-1, 32))
     return values.mul_(scale[:, :, None]).flatten(1)
 
@@ -310,10 +309,11 @@ def swiglu(gate, up, limit):
 
 # -- mHC: single-pass manifold-constrained hyper-connections ---------------------------------------
 def sinkhorn(a, iters, eps):
-    """a [T, S, S] -> nearly doubly stochastic [T, S, S]: rows along the last axis, then columns."""
+    """a [T, S, S] -> nearly doubly stochastic: rows (the last axis) first, columns last, so that
+    columns sum to 1 and rows nearly."""
     one, least, a = torch.ones_like(a), torch.full_like(a, eps), torch.softmax(a, -1) + eps
     for i in range(2 * iters - 1):                       # columns, then rows and columns by turns
-        a = a / torch.baddbmm(least, *((a, one) if i % 2 else (one, a)))        # sum + eps: one op
+        a = a / torch.baddbmm(least, *((a, one) if i % 2 else (one, a)))   # eps + sums, in one op
     return a
 
 def hc_mix(h, fn, scale, base, norm_eps, hc_eps, iters, block=None):
@@ -343,9 +343,9 @@ def _hc_sizes(h, y, c):
 def hc_boundary(h, y, mix, site, c, block=None, features=None):
     """Between two sublayers: write y into the streams, read them for the next one.
     h [T, S, D]; y fp32 [T, P, D], parts of the sublayer's output to add in order, or None; mix as
-    the boundary before returned it, None at the first; site (fn, scale, base) of the sublayer to
-    come, None after the last; features: a list that gets the mean of the streams, like h [T, D].
-    -> h, x fp32 [T, D], mix. x is collapsed with the PREVIOUS site's pre."""
+    the boundary before returned it, opaque to the caller, None at the first; site (fn, scale, base)
+    of the sublayer to come, None after the last; features: a list that gets the mean of the
+    streams, like h [T, D]. -> h, x fp32 [T, D] collapsed with the PREVIOUS site's pre, mix."""
     if not fused(h):
         h = h if y is None else hc_expand(h, sum(y.unbind(1)).to(h.dtype), *mix[1:])
         if features is not None:
@@ -441,11 +441,10 @@ KEY_BLOCK = 1024    # index keys that one product sees: bounds memory; padded in
 def queries(a, q_norm, kv_norm, wq, rotate, slot, pos, window, H, Hi, eps, dtype, block=None):
     """a fp32 [T, Q + d] of wq_a and wkv -> q [T, H, d] dtype, index queries [T, Hi, di] or None;
     writes the window rows pos of the sequences in slot, int64 [T], into the Pool `window`.
-
     wq: wq_b over indexer.wq_b (Hi 0: without); None: only the window rows are wanted. Both queries
     and K = V are rotated, index queries rounded to FP4, window rows to FP8."""
-    (T, Q), d = a.shape, len(kv_norm)
-    Q, n_q = Q - d, H * d
+    (T, A), d = a.shape, len(kv_norm)
+    Q, n_q = A - d, H * d
     if not fused(a):
         kv = rms_norm(a[:, Q:], kv_norm, eps).to(dtype)
         window.write(slot, pos, quantize(rope(kv, *rotate), FP8))
@@ -500,8 +499,8 @@ def queries_kernel(a, q_norm, kv_norm, w, scale, cos, sin, slot, pos, window, ta
 def pool_pair(first, second):
     """Ratio-2 compressor: (kv, gate) of the two tokens, each [n, 2, d] fp32 -> latent [n, d].
     Per channel, the softmax of the two gates weighs the two values."""
-    gate = torch.maximum(first[:, 1], second[:, 1])
-    a, b = torch.exp(first[:, 1] - gate), torch.exp(second[:, 1] - gate)
+    top = torch.maximum(first[:, 1], second[:, 1])
+    a, b = torch.exp(first[:, 1] - top), torch.exp(second[:, 1] - top)
     return (a * first[:, 0] + b * second[:, 0]) / (a + b)
 
 def compress(a, norm, wk, k_norm, rotate, batch, ring, latents, keys, ratio, eps, dtype,
@@ -609,8 +608,6 @@ def topk_mask(scores, k):
     """The k highest of each row, equal scores to the lower index: [T, n] -> bool [T, n].
     -inf is never taken, so fewer than k are set where fewer are visible."""
     k = min(k, scores.shape[1])
-    if k == 0:
-        return torch.zeros_like(scores, dtype=torch.bool)
     kth = scores.topk(k).values[:, -1:]       # not .indices: torch.topk breaks ties as it likes
     above, tied = scores > kth, (scores == kth) & (scores > -torch.inf)
     return above | tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True))
@@ -636,7 +633,8 @@ def candidate_blocks(scores, n_visible, size, k):
 def index(q, w, batch, keys, ratio, role, c, block=None):
     """Full and reindex layers: the groups that each row may attend to -> int64 [T, K].
     q [T, Hi, di] as FP4 gives it back, w fp32 [T, Hi]; keys: Pool. role "source" fills
-    batch.candidates [T, C], "reader" scores those blocks only. Both ascending, -1 padded."""
+    batch.candidates [T, C], "reader" scores those blocks only. Both ascending, -1 padded. The
+    caller keeps the result under its layer, for the layers that reuse it."""
     size, n_kept, (T, Hi, di) = c.candidate_block_size, c.candidate_topk_blocks, q.shape
     factor = di**-0.5 * Hi**-0.5
     if fused(q):
@@ -664,7 +662,7 @@ def index(q, w, batch, keys, ratio, role, c, block=None):
                 candidates[rows] = mask_to_index(kept, n_kept)
             if role == "reader":
                 kept = torch.zeros(len(scores), -(-n // size) + 1, device=q.device)
-                kept.scatter_(1, batch.candidates[rows] % kept.shape[1], 1)        # -1: the last
+                kept.scatter_(1, batch.candidates[rows] % kept.shape[1], 1)   # -1: a spare column
                 kept = kept[:, :-1].repeat_interleave(size, 1)[:, :n]
                 scores = scores.masked_fill(kept == 0, -torch.inf)
             selected[rows] = mask_to_index(topk_mask(scores, c.index_topk), c.index_topk)
@@ -698,7 +696,7 @@ def _tournament(scores, k, candidates=None, size=1):
 @jit
 def scores_kernel(q, w, rows, table, slot, pos, candidates, kept, out, best, n, width, stride,
                   factor, RATIO: constexpr, SIZE: constexpr, HI: constexpr, DI: constexpr,
-                  PER_PAGE: constexpr, HP: constexpr, BN: constexpr, ACT: constexpr):
+                  PER: constexpr, HP: constexpr, BN: constexpr, ACT: constexpr):
     """score[t, j] = sum_h w[t, h] * relu(q[t, h] . key_j), -inf where j is not visible.
     Grid (tiles of BN columns, T): scores fp32 [T, n], and best [T, blocks] for candidate blocks.
     Column j is group j; with candidates int64 [T, kept] group candidates[t, j / SIZE] * SIZE +
@@ -711,9 +709,8 @@ def scores_kernel(q, w, rows, table, slot, pos, candidates, kept, out, best, n, 
     visible = (j < n) & (group >= 0) & (group < (tl.load(pos + t) + 1) // RATIO)
     score = tl.full([BN], float("-inf"), tl.float32)
     if tl.max(visible.to(tl.int32), 0) > 0:
-        page = tl.load(table + tl.load(slot + t) * width + group // PER_PAGE, visible, 0)
-        row = (page * PER_PAGE + group % PER_PAGE) * (DI // 2 + DI // 32)
-        row, there = rows + row[:, None], visible[:, None]
+        row = _row(rows, table, tl.load(slot + t), group, visible, width, PER, DI // 2 + DI // 32)
+        row, there = row[:, None], visible[:, None]
         pair = tl.load(row + tl.arange(0, DI // 2), there, 0).to(tl.int32)
         key = tl.reshape(tl.join(_e2m1(pair & 15), _e2m1(pair >> 4)), [BN, DI // 32, 32])
         key *= _e8m0(tl.load(row + DI // 2 + tl.arange(0, DI // 32), there, 127))[:, :, None]
@@ -771,8 +768,7 @@ def topk_kernel(scores, candidates, kept, best, out, n, SIZE: constexpr, K: cons
 def attend(q, kv, visible, sink):
     """Attention with K = V and a sink: q [T, H, d], kv [T, L, d], visible bool [T, L] -> [T, H, d].
     One softmax over all L rows of a token; the per-head logit sink [H] joins the denominator only.
-    Scale d^-0.5. A query that sees nothing returns zeros. Invisible rows may hold anything (NaN).
-    """
+    Scale d^-0.5. A query that sees nothing gets zeros. Invisible rows may hold anything (NaN)."""
     # BLAS sums a batch of one, and a single key, in another order: never give it either
     if q.shape[0] == 1:
         return attend(*(t.expand(2, *t.shape[1:]) for t in (q, kv, visible)), sink)[:1]
@@ -788,9 +784,8 @@ def attend(q, kv, visible, sink):
 def attention(q, sink, slot, newest, oldest, L, window, latents, selected, rotate, dtype):
     """q [T, H, d] -> [T, H * d] dtype, its rotation undone (K = V carried it): each row sees L rows
     of the window, to newest [T], from oldest [T], and its selected groups [T, K], in one softmax.
-
-    slot int64 [T]; window, latents (None: no groups): Pools. Always as many keys: a row's bits
-    depend on that row alone."""
+    slot int64 [T]; window, latents (None: no groups): Pools; all tensors contiguous. Always as many
+    keys: a row's bits depend on that row alone."""
     (T, H, d), cos, K = q.shape, rotate[0], selected.shape[1] if latents else 0
     if T > ROWS:
         pieces = [slice(a, a + ROWS) for a in range(0, T, ROWS)]
@@ -808,6 +803,7 @@ def attention(q, sink, slot, newest, oldest, L, window, latents, selected, rotat
     groups, splits = latents or window, triton.cdiv(L, SPLIT) + triton.cdiv(K, SPLIT)
     part, top, total = (torch.empty(T, splits, H, n, device=q.device) for n in (d, 1, 1))
     o = torch.empty(T, H * d, dtype=dtype, device=q.device)
+    # heads at once: fewer where a block has less than 128 KiB of shared memory
     few = q.is_cuda and torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
     heads = 16 if few and few < 2**17 else min(64, max(16, triton.next_power_of_2(H)))
     attend_kernel[splits, T](
@@ -843,10 +839,10 @@ def _fp4_pairs(row, seen, d: constexpr, ACT: constexpr):
     return _scaled(_e2m1(byte & 15), s, ACT), _scaled(_e2m1(byte >> 4), s, ACT)
 
 @jit
-def attend_kernel(q, slot, newest, oldest, window, window_table, width_w, latents, latent_table,
-                  width_g, selected, part, top, total, H: constexpr, d: constexpr,
-                  L: constexpr, K: constexpr, PAGE: constexpr, GROUPS: constexpr, ROWS: constexpr,
-                  BH: constexpr, ACT: constexpr):
+def attend_kernel(q, slot, newest, oldest, window, table_w, width_w, latents, table_g, width_g,
+                  selected, part, top, total, H: constexpr, d: constexpr, L: constexpr,
+                  K: constexpr, PAGE: constexpr, GROUPS: constexpr, ROWS: constexpr, BH: constexpr,
+                  ACT: constexpr):
     """Grid (splits, T): one query, all its heads, against ROWS cache rows, which are read once.
     window, latents: rows of Pools with PAGE and GROUPS rows a page. The first splits take the
     window, the others the selection. Per split and head: top, total fp32 [T, splits, H], the
@@ -859,15 +855,13 @@ def attend_kernel(q, slot, newest, oldest, window, window_table, width_w, latent
         i += split * ROWS
         at = tl.load(newest + t) - L + 1 + i
         seen = (at >= tl.load(oldest + t)) & (i < L)
-        page = tl.load(window_table + tl.load(slot + t) * width_w + at // PAGE, seen, 0)
-        row = window + (page * PAGE + at % PAGE) * (d + d // 32)
+        row = _row(window, table_w, tl.load(slot + t), at, seen, width_w, PAGE, d + d // 32)
         even, odd = _fp8_pairs(row, seen, d, ACT)
     else:
         i += (split - SPLITS) * ROWS
         at = tl.load(selected + t * K + i, i < K, -1)
         seen = at >= 0
-        page = tl.load(latent_table + tl.load(slot + t) * width_g + at // GROUPS, seen, 0)
-        row = latents + (page * GROUPS + at % GROUPS) * (d // 2 + d // 16)
+        row = _row(latents, table_g, tl.load(slot + t), at, seen, width_g, GROUPS, d // 2 + d // 16)
         even, odd = _fp4_pairs(row, seen, d, ACT)
     # rows x heads, not heads x rows: the rows fill a matrix unit's wide side however few the heads
     for h0 in range(0, H, BH):
@@ -973,10 +967,8 @@ def router_kernel(x, norm, gate, bias, scores, count, experts, weights, T, eps, 
 def experts(x, norm, eps, chosen, weight, up, down, limit, dtype, block=None, shared=True):
     """x [T, D], rms_normed here unless norm is None -> fp32 [T, k + 1, D]: what each chosen expert
     adds, then the shared one, if it is wanted: w2 @ (weight * swiglu(w1 @ x, w3 @ x)).
-
-    chosen, weight [T, k] of `route`; -1 is no expert, its place holds anything. up, down: lists of
-    Linear [2F, D] (w1 over w3) and [D, F], the shared one last. For the kernels w, scale [E, ...].
-    """
+    chosen, weight [T, k] of `route`; -1 is no expert, its place holds anything. up, down: Linears
+    [2F, D] (w1 over w3) and [D, F], the shared one last; for kernels as MoE.place stacks them."""
     (T, k), D = chosen.shape, x.shape[1]
     out = torch.empty(T, k + 1, D, device=x.device)
     if fused(x):
@@ -1083,7 +1075,8 @@ def engram_primes(c):
             for _ in c.engram_layer_ids]
 
 def engram_multipliers(c, layer):
-    """One odd multiplier for each look-back of the n-gram hash of a layer: ints [N]."""
+    """One odd multiplier for each look-back of the n-gram hash of a layer: ints [N]. Bounded so
+    that class * multiplier is below 2^63."""
     bound = max(1, (2**63 - 1) // c.engram_compressed_vocab_size // 2)
     return [2 * x + 1 for x in random_integers(10007 * layer, bound, c.engram_max_ngram_size)]
 
@@ -1091,27 +1084,28 @@ def ngram_rows(classes, multipliers, primes, offsets):
     """Table rows of the n-grams that end at each token: -> int64 [T, (N-1) * heads].
     classes int64 [T, N]: the token's own class first, then looking back. For n = 2..N the XOR of
     class[i] * multipliers[i], i < n, modulo primes [N-1, heads], plus offsets [N-1, heads]."""
-    rolling = classes * multipliers                                            # [T, N]
-    rows = []
+    rolling, rows = classes * multipliers, []                                  # [T, N]
     for n in range(1, classes.shape[1]):
         rolling[:, n] ^= rolling[:, n - 1]
         rows.append(rolling[:, n, None] % primes[n - 1] + offsets[n - 1])
     return torch.cat(rows, 1)
 
+def engram_gates(x, key, q_weight, k_weight, eps):
+    """Streams x and their keys fp32 [T, S, D], weights [S, D] -> how far each opens, [T, S]:
+    sigmoid(ssqrt(<norm(x), norm(key)> * D^-0.5)), ssqrt(a) = sign(a) * sqrt(max(|a|, 1e-6))."""
+    dot = (x * q_weight * k_weight * key).sum(-1) * torch.rsqrt(x.square().mean(-1) + eps)
+    dot = dot * torch.rsqrt(key.square().mean(-1) + eps) * x.shape[-1] ** -0.5
+    return sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
+
 def engram_write(h, y, mix, kv, q_weight, k_weight, c):
-    """h[s] += gate[s] * value, each stream gated by its own match with its key.
+    """h[s] += gate[s] * value, each stream gated by its own match with its key -> like h.
     h, y, mix: see hc_boundary, y is written first; kv fp32 [T, (S + 1) * D]: a key for each stream,
-    then the value; q_weight, k_weight [S, D] -> like h.
-    gate = sigmoid(ssqrt(<norm(h), norm(key)> * D^-0.5)), ssqrt(a) = sign(a) * sqrt(max(|a|, 1e-6)).
-    """
+    then the value; q_weight, k_weight [S, D]."""
     if not fused(h):
         h = h if y is None else hc_expand(h, sum(y.unbind(1)).to(h.dtype), *mix[1:])
-        x, kv, eps = h.float(), kv.unflatten(1, (-1, h.shape[2])), c.rms_norm_eps
-        key, value = kv[:, :-1], kv[:, -1:]
-        dot = (x * q_weight * k_weight * key).sum(-1) * torch.rsqrt(x.square().mean(-1) + eps)
-        dot = dot * torch.rsqrt(key.square().mean(-1) + eps) * h.shape[-1] ** -0.5
-        gate = sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
-        return (x + gate[..., None] * value).to(h.dtype)
+        x, kv = h.float(), kv.unflatten(1, (-1, h.shape[2]))
+        gate = engram_gates(x, kv[:, :-1], q_weight, k_weight, c.rms_norm_eps)
+        return (x + gate[..., None] * kv[:, -1:]).to(h.dtype)
     engram_kernel[h.shape[1], len(h)](
         h, y, *(mix or (None,) * 3), kv, q_weight, k_weight, out := torch.empty_like(h),
         c.rms_norm_eps, c.hc_eps, BD=1024, **_hc_sizes(h, y, c), num_warps=8)

@@ -22,13 +22,15 @@ operation stands in kernels.py, once. A row's result depends on that row alone.
 
 Dimension letters: T tokens (rows of a batch), D hidden, H heads, d head dim, r rotated channels,
 S streams, W window, K selected groups (K.name is kernels.name), E experts, k experts a token,
-Hi index heads, di index head dim, G output groups, N n-gram length, V vocabulary.
+Hi index heads, di index head dim, G output groups, N n-gram length, V vocabulary, C candidate
+blocks or, in Engram, look-ups a token, Q query latent.
 A *group* is the `ratio` tokens that share a latent, a *slot* a sequence's row in the page tables.
+Past the *handover*, the last full layer, go only the last tokens of a long prompt (*replay*).
 """
 from __future__ import annotations
 
-import argparse, atexit, codecs, collections, copy, hashlib, itertools, json, math, mmap, operator
-import os, runpy, sys, time, warnings
+import argparse, atexit, codecs, collections, copy, functools, hashlib, itertools, json, math, mmap
+import operator, os, runpy, sys, time, warnings
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -59,17 +61,17 @@ RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engr
 # mechanisms that a model may lack: the keys of one, by their beginnings, stand together
 OPTIONAL = ("candidate_", "engram_", ("dspark_", "num_nextn_"))
 VISION = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", "num_hidden_layers")
-KINDS = {      # annotation -> what it stands for, numbers from 0 below 2^31, and whether x is that
+KINDS = {      # annotation -> its words in an error, and is x one? numbers are from 0 below 2^31
     "int": ("an integer", lambda x: type(x) is int and 0 <= x < 2**31),
     "float": ("a number", lambda x: type(x) in (int, float) and 0 <= x < 2**31),
     "tuple": ("a list of integers", lambda x: type(x) is tuple and all(map(KINDS["int"][1], x))),
     "dict": ("an object of integers",
              lambda x: type(x) is dict and all(KINDS["int"][1](x.get(n, 0)) for n in VISION))}
 
-def need(condition, message):
-    """Raise ValueError(message) unless the condition holds: the one way bad input is refused."""
+def need(condition, message, error=ValueError):
+    """Raise error(message) unless the condition holds: the one way bad input is refused."""
     if not condition:
-        raise ValueError(message)
+        raise error(message)
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -221,7 +223,7 @@ def _schedule(c):
 
 # == Checkpoint: the expected inventory, the mapped files, the memory plan =========================
 # Every tensor of the published layout. A line: part, family, format, `name shape` items; their
-# letters are those of `inventory`.
+# letters are those of `inventory`. Vision and bias_vl, for image tokens, must be there, unread.
 LAYOUT = """
 top    head          bf16 embed.weight V D; head.weight V D; norm.weight D
 block  norms         bf16 attn_norm.weight D; ffn_norm.weight D
@@ -316,7 +318,7 @@ class Checkpoint:
     a file larger than memory, and one Engram table is a single 94 GiB tensor."""
     def __init__(self, folder, cfg):
         self.specs, self.at = inventory(cfg), {}
-        shards = sorted(Path(folder).glob("model*.safetensors"))         # their index says no more
+        shards = sorted(Path(folder).glob("model*.safetensors"))         # the index adds nothing
         for shard in shards or [Path(folder) / "model.safetensors"]:
             here = self._open(shard)
             twice = here.keys() & self.at.keys()
@@ -332,8 +334,7 @@ class Checkpoint:
 
     def _open(self, path):
         """Map one file; -> {name: (map, dtype, shape, first byte)}."""
-        if not path.is_file():
-            raise FileNotFoundError(f"no {path.name} in {path.parent}")
+        need(path.is_file(), f"no {path.name} in {path.parent}", FileNotFoundError)
         size, out, ends = path.stat().st_size, {}, []
         try:
             with open(path, "rb") as f:
@@ -372,10 +373,8 @@ class Checkpoint:
 
     def dequantized(self, name, dtype, device="cpu"):
         """`name` or `name`.weight -> its exact values in dtype; its file's pages are let go."""
-        weight, scale = self.stored(name)
-        scale = scale if scale is None else scale.to(device)
-        out = K.dequantize_weight(weight.to(device), scale, dtype)
-        out = out.clone() if out.data_ptr() == weight.data_ptr() else out   # no view of the map
+        weight, scale = (t if t is None else t.to(device) for t in self.stored(name))
+        out = K.dequantize_weight(weight, scale, dtype)
         self.at[name if name in self.at else name + ".weight"][0].madvise(mmap.MADV_DONTNEED)
         return out
 
@@ -396,7 +395,8 @@ def weight_bytes(c, dtype, ranks=1, redundant=0):
     """Config -> bytes of a rank's weights in dtype; embeddings and tables stay mapped."""
     return sum(math.prod(s.shape) * (1 + (s.dtypes == ("I8",))) * dtype.itemsize
                * rank_share(c, s.family, ranks, redundant) for name, s in inventory(c).items()
-               if s.family != "vision" and not name.endswith((".scale", "embed.weight", "bias_vl")))
+               if s.family not in ("vision", "engram_tables") and name != "embed.weight"
+               and not name.endswith((".scale", "bias_vl")))
 
 def page_bytes(c):
     """Config -> bytes of a page of global cache: PAGE tokens of all KV sources."""
@@ -419,8 +419,8 @@ FORMAT_TEXT = ("\n\n## Response Format:\n\nYou MUST strictly adhere to the follo
 
 # byte-level BPE writes each byte as a printable character: {character: byte}
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTE = {chr(c): bytes([b]) for c, b in zip(
-    [*_SHOWN, *range(256, 512)], [*_SHOWN, *(b for b in range(256) if b not in _SHOWN)])}
+BYTE = {chr(b): bytes([b]) for b in _SHOWN}                  # as itself, the others from 256 on
+BYTE |= {chr(256 + i): bytes([b]) for i, b in enumerate(sorted({*range(256)} - {*_SHOWN}))}
 
 def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     """The V4.1 chat encoding: messages -> list of Mark and text pieces.
@@ -496,14 +496,14 @@ class Prompt:
 PAGE = 128          # tokens a page, of global cache and of window rows alike
 REBALANCE = 1000    # steps after which redundant experts are placed anew
 TIMEOUT = 600       # seconds that a rank waits for another
-RING = 8            # open-pair rows a sequence keeps, by position % 8: a step may take 7 back
+RING = 8            # open-pair rows a sequence keeps, by position % 8: 7 of a step may be refused
 
 class Sequence:
     """One request: what it asked for, its tokens, and the cache that it owns while it runs."""
     def __init__(self, ids, params, decoder=None, replay=0):
         self.ids = ids                   # [n] prompt, then generated tokens; written by Engine.step
         self.n_prompt = len(ids)
-        self.oldest = max(0, len(ids) - (replay or len(ids)))  # first position past the handover
+        self.first_kept = max(0, len(ids) - (replay or len(ids)))   # from here on past the handover
         self.n_cached = 0                # tokens that went through the model: what is visible
         self.n_reused = 0                # those of them that known pages gave, when last admitted
         self.most_reused = max(0, len(ids) - max(1, replay)) if params else 0      # one must be run
@@ -540,7 +540,7 @@ class Sequence:
 
     def stats(self):
         """Counts and speed of a finished request, for --stats."""
-        first, last = self.times[:2][-1], self.times[-1]
+        first, last = self.times[:2][-1], self.times[-1]         # of the first token, if any
         rate = (len(self.times) - 2) / (last - first) if last > first else 0.0
         out = {"prompt": self.n_prompt, "cached": self.n_reused, "new": len(self.new),
                "first_token_s": round(first - self.times[0], 3), "tokens_per_s": round(rate, 1),
@@ -581,7 +581,7 @@ class Pages:
         """One more user for the page of this key, or without a key for one that has none yet."""
         page = self.page[key] if key else next(iter(self.idle))
         if not key:
-            self.page.pop(self.key.pop(page, None), None)
+            self.page.pop(self.key.pop(page, None), None)        # its old rows are found no more
         self.idle.pop(page, None)
         self.users[page] += 1
         return page
@@ -603,8 +603,7 @@ class Cache:
     """All that changes between tokens. A write goes to the row of a position; lengths decide what
     is read, so nothing is ever undone.
 
-    window   per layer: d + d/32 bytes a token               written by every attention layer, and
-             for draft stages by Draft.commit
+    window   per layer and stage: d + d/32 bytes a token     written by its attention; Draft.commit
     latents  per KV source: d/2 + d/16 bytes a group         written by its compressor
     keys     per KV source: di/2 + di/32 bytes a group       likewise
     ring     per ratio-2 source: fp32 [slot, position % 8, 2, d], kv and gate of the last tokens"""
@@ -613,7 +612,7 @@ class Cache:
         # room for every running sequence's window and a step's rows; 256 MiB, at most, for reuse
         n_window = max_batch * (-(-self.W // PAGE) + 2) + -(-chunk // PAGE) + min(
             max_pages, 2**28 // (PAGE * (d + d // 32) * len(c.layers + c.stages)))
-        width = min(max_pages, -(-c.max_position_embeddings // PAGE)) + 1   # a draft block's end
+        width = min(max_pages, -(-c.max_position_embeddings // PAGE)) + 1   # drafts may end beyond
         self.global_table, self.window_table = torch.full((2, max_batch, width), -1, device=device)
         self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32)
                        for _ in [*c.layers, *c.stages]]
@@ -633,15 +632,16 @@ class Cache:
     def admit(self, seq):
         """Take a slot, the known pages of its first tokens, as far as the window there is known
         too, and new pages for its other ids; False if there is no room."""
-        (known, idle), m = (self.global_pages.page, self.global_pages.idle), seq.most_reused // PAGE
-        m = next((i for i in range(m) if seq.key(i) not in known), m)
+        known, idle, most = self.global_pages.page, self.global_pages.idle, seq.most_reused // PAGE
+        n_known = next((i for i in range(most) if seq.key(i) not in known), most)
         while any(seq.key(i) not in self.window_pages.page
-                  for i in range(max(0, m * PAGE - self.W) // PAGE, m)):
-            m -= 1
-        room = len(idle) - sum(known[key] in idle for key in seq.keys[:m])
-        if not self.free_slots or -(-len(seq.ids) // PAGE) - m > room:
+                  for i in range(max(0, n_known * PAGE - self.W) // PAGE, n_known)):
+            n_known -= 1
+        room = len(idle) - sum(known[key] in idle for key in seq.keys[:n_known])
+        if not self.free_slots or -(-len(seq.ids) // PAGE) - n_known > room:
             return False
-        seq.slot, seq.n_cached, seq.n_reused = self.free_slots.pop(), m * PAGE, m * PAGE
+        seq.slot, seq.n_cached = self.free_slots.pop(), n_known * PAGE
+        seq.n_reused = seq.n_cached
         self.extend(seq, len(seq.ids) - seq.n_cached)
         self.open(seq, 0, self.W)
         return True
@@ -662,7 +662,7 @@ class Cache:
 
     def commit(self, seq, n):
         """The next n tokens of seq stand. Pages that they fill can be found from now on; take back
-        the window pages that no later query sees, the draft's one row further back."""
+        the window pages that no later query sees; a draft block sees back to n_cached - W."""
         for i in range(seq.n_cached // PAGE, (seq.n_cached + n) // PAGE if seq.params else 0):
             self.global_pages.register(seq.pages[i], seq.key(i))
             self.window_pages.register(seq.window[i], seq.key(i))
@@ -684,11 +684,10 @@ class Batch:
     """The rows of one forward, sequence after sequence, and what layers publish to later layers."""
     def __init__(self, work, device, ngram=None):
         """work: (sequence, n) pairs, the next n uncached tokens of each, its drafts at the end.
-        ngram: (class of each token id [V], class of the pad, N) where the model has Engram layers.
-        """
-        def tensor(x):
-            return torch.tensor(x, dtype=torch.int64, device=device)
-        self.spans, ids, pos, slot, classes = [], [], [], [], []
+        ngram: with Engram layers, (class of each token id [V], class of the pad, N)."""
+        tensor = self.tensor = functools.partial(torch.tensor, dtype=torch.int64, device=device)
+        token_class, pad, N = ngram or (None, 0, 0)
+        self.spans, ids, pos, slot, classes = [], [], [], [], [tensor([]).view(0, N)]
         for seq, n in work:
             a = seq.n_cached
             self.spans.append((seq.slot, len(ids), len(ids) + n, a))   # slot, rows, position
@@ -697,42 +696,40 @@ class Batch:
             pos += range(a, a + n)
             slot += [seq.slot] * n
             if ngram:                    # windows of N classes; before position 0 stands the pad
-                token_class, pad, N = ngram
                 past = token_class[tensor(tokens[max(0, a - N + 1) : a + n])]
                 past = F.pad(past, (N - 1 + n - len(past), 0), value=pad)
                 classes.append(past.unfold(0, N, 1).flip(1))
         self.ids, self.pos, self.slot = tensor(ids), tensor(pos), tensor(slot)      # [T] each
-        none = [tensor([]).view(0, ngram[2])] if ngram else []
-        self.classes = torch.cat(none + classes) if ngram else None      # [T, N], own class first
+        self.classes = torch.cat(classes)            # [T, N], own class first; else [0, 0]
         self.follows = F.pad(self.slot[1:] == self.slot[:-1], (1, 0))     # row t - 1 is pos - 1
         # the rows that a ring keeps: more would meet in one place, and such a scatter is undefined
         self.tail = tensor([i for _, a, b, _ in self.spans for i in range(max(a, b - RING), b)])
-        self.last = tensor([b - 1 for _, a, b, _ in self.spans for _ in range(a, b)])
+        self.last = tensor([b - 1 for _, a, b, _ in self.spans for _ in range(a, b)])  # of its span
         self.selection = {}              # index source -> int64 [T, K] groups, ascending, -1 padded
         self.candidates = None           # int64 [T, C] blocks, likewise, of the candidate source
-        self.rope = []                   # (cos, sin) [T, r/2]: plain, compressed, of a pair's group
+        self.rope = []                   # (cos, sin) [T, r/2]: ratio 0, ratio > 0, a pair's first
         self.newest = self.pos           # the last position that each row sees; Draft changes it
-        self.oldest = torch.zeros_like(self.pos)         # the first one; past the handover `tails`
-        self.tails = tensor([seq.oldest for seq, n in work for _ in range(n)])
+        self.oldest = torch.zeros_like(self.pos)         # the first one; first_kept after it
+        self.first_kept = tensor([seq.first_kept for seq, n in work for _ in range(n)])
         # how many rows of each sequence end at the handover, its first ones
-        self.dropped = [max(0, min(n, seq.oldest - seq.n_cached)) for seq, n in work]
+        self.dropped = [max(0, min(n, seq.first_kept - seq.n_cached)) for seq, n in work]
         self.memory = {}                 # Engram layer -> its table's rows, by Transformer
         self.features = []               # [T, D] of each target layer, for the draft
 
     def split(self, h, y, mix):
-        """Keep only the rows that go past the handover, where window rows alone are yet to write
-        -> a Batch of the dropped rows, and of both the state of kernels.hc_boundary."""
-        kept, dropped, states = self.pos >= self.tails, copy.copy(self), []
+        """At the handover, which selects anew: keep only the rows that go past it -> a Batch of the
+        dropped rows, which still write there, and of both the state of kernels.hc_boundary."""
+        kept, dropped, states = self.pos >= self.first_kept, copy.copy(self), []
         for batch, rows in ((dropped, ~kept), (self, kept)):
-            for name in ("pos", "slot", "newest", "oldest", "tails"):
+            for name in ("pos", "slot", "newest", "oldest", "first_kept"):
                 setattr(batch, name, getattr(self, name)[rows])
             batch.rope = [[t[rows] for t in turn] for turn in self.rope]
             batch.memory = {layer: t[rows] for layer, t in self.memory.items()}
             batch.features = [t[rows] for t in self.features]
-            states.append((h[rows], y if y is None else y[rows],             # parameters are 1-D
+            states.append((h[rows], y if y is None else y[rows],             # scale, base: 1-D
                            mix and tuple(t[rows] if t.dim() > 1 else t for t in mix)))
         ends = itertools.accumulate(self.dropped)
-        self.spans = [(slot, a + n - end, b - end, (start + n) * (n < b - a))    # no row: no keys
+        self.spans = [(slot, a + n - end, b - end, (start + n) * (n < b - a))   # no row: 0, no keys
                       for (slot, a, b, start), n, end in zip(self.spans, self.dropped, ends)]
         return dropped, *states
 
@@ -779,7 +776,7 @@ class Ranks:
 
 def balance(loads, redundant, n_ranks):
     """EPLB: loads [E], tokens that chose each expert -> the experts of each rank, equally many.
-    One by one, the redundant slots go to the expert with the highest load a replica (and as many
+    One by one, the redundant seats go to the expert with the highest load a replica (and as many
     more as make the ranks equal). Then all are packed, heaviest first, where the load is least."""
     E, bins, held = len(loads), [[] for _ in range(n_ranks)], [0.0] * n_ranks
     copies, per_rank = [1] * E, min(E, -(-(E + redundant) // n_ranks))
@@ -828,10 +825,10 @@ class Linear:
             need(self.form != 8 or all(len(w) % 32 == 0 for w, _ in parts[:-1]) and
                  len(parts[0][0]) % (16 * groups) == 0, f"{names}: the rows of one are no multiple "
                  "of 32, or of a group of 16: the fused kernels cannot take them")
-            self.held, self.scale = (
-                None if x[0] is None else torch.cat(x).to(weights.device) for x in
-                zip(*[(w, s) if s is None else (w.view(torch.uint8), s.view(torch.uint8))
-                      for w, s in parts]))
+            if self.form < 16:                   # packed: bytes, and bytes of scales
+                parts = [(w.view(torch.uint8), s.view(torch.uint8)) for w, s in parts]
+                self.scale = torch.cat([s for _, s in parts]).to(weights.device)
+            self.held = torch.cat([w for w, _ in parts]).to(weights.device)
         elif not weights.lazy:
             self.held = self.w
 
@@ -844,9 +841,10 @@ class Linear:
         parts = [w.checkpoint.dequantized(n, w.dtype, w.device) for n in self.names]
         return torch.cat(parts) if parts[1:] else parts[0]
 
-    def __call__(self, x):
-        """x [T, in] -> fp32 [T, N]."""
-        return K.project(x, self, self.weights.block, self.norm, self.weights.eps, self.groups)
+    def __call__(self, x, side=None):
+        """x [T, in] -> fp32 [T, N]; with side, another Linear of the same x, both results."""
+        w = self.weights
+        return K.project(x, self, w.block, self.norm, w.eps, self.groups, side)
 
 class Attention:
     """CSA2: window rows and selected groups under one softmax; K = V, one head of them."""
@@ -873,7 +871,7 @@ class Attention:
         c, plan, w, rotate = self.c, self.plan, self.w, batch.rope[min(1, self.plan.ratio)]
         scored, window = plan.mode in ("full", "reindex"), cache.window[plan.index]
         latents, keys = (pools.get(plan.kv_source) for pools in (cache.latents, cache.keys))
-        a = K.project(x, self.down, w.block, self.down.norm, w.eps, side=self.side)
+        a = self.down(x, self.side)              # fp32 [T, Q + d], and [T, d (1 or 2 times) + Hi]
         a, side = a if scored else (a, None)
         q, qi = K.queries(
             a, self.q_norm, self.kv_norm, self.wq if whole else None, rotate, batch.slot, batch.pos,
@@ -894,7 +892,8 @@ class Attention:
         return self.wo_b(self.wo_a(o))[:, None]
 
 class MoE:
-    """Routed experts, shared out over the ranks, and one shared expert, which every rank holds."""
+    """Routed experts, shared out over the ranks, and one shared expert, which every rank holds.
+    A *seat* is a replica of an expert: number seat % per_rank of rank seat // per_rank."""
     def __init__(self, c, weights, prefix, norm, n_experts, k):
         self.c, self.w, self.k, self.norm, self.prefix = c, weights, k, norm, prefix
         self.gate = Linear(prefix + "gate", weights, norm)
@@ -905,14 +904,13 @@ class MoE:
 
     def place(self, loads):
         """Share the experts out by their loads, and hold this rank's."""
-        w, ranks = self.w, self.w.ranks
-        bins = balance(loads, ranks.redundant, ranks.size)
+        w, ranks, R = self.w, self.w.ranks, self.w.ranks.size
+        bins = balance(loads, ranks.redundant, R)
         self.per_rank, where = len(bins[0]), [[] for _ in loads]
-        for slot, e in enumerate(sum(bins, [])):
-            where[e].append(slot)
-        most = max(map(len, where))
+        for seat, e in enumerate(sum(bins, [])):
+            where[e].append(seat)
         self.copies = torch.tensor([len(x) for x in where], device=w.device)         # [E]
-        self.replicas = torch.tensor([x + x[:1] * (most - len(x)) for x in where], device=w.device)
+        self.replicas = torch.tensor([(x * R)[:R] for x in where], device=w.device)   # [E, R]
         names = [f"{self.prefix}experts.{e}." for e in bins[ranks.rank]]
         names.append(self.prefix + "shared_experts.")
         self.up = [Linear(f"{n}w1 {n}w3", w) for n in names]
@@ -941,13 +939,13 @@ class MoE:
         w, ranks, k = self.w, self.w.ranks, self.k
         out = self._experts(x, self.norm, torch.full_like(chosen, -1), weight)      # the shared one
         turn = torch.arange(len(x), device=x.device)[:, None] + ranks.rank
-        slot = self.replicas[chosen, turn % self.copies[chosen]]                    # [T, k]
+        seat = self.replicas[chosen, turn % self.copies[chosen]]                    # [T, k]
         owner = torch.arange(ranks.size, device=x.device)[:, None, None]
-        to, row = (slot // self.per_rank == owner).any(2).nonzero().unbind(1)       # [n] copies
-        mine = slot[row] // self.per_rank == to[:, None]                            # [n, k]
+        to, row = (seat // self.per_rank == owner).any(2).nonzero().unbind(1)       # [n] copies
+        mine = seat[row] // self.per_rank == to[:, None]                            # [n, k]
         a = K.rms_norm(x, self.norm, w.eps).to(w.dtype)
         a = (K.quantize(a, K.FP8) if ranks.packed else a)[row]
-        message = a, torch.where(mine, slot[row] % self.per_rank, -1).int(), weight[row]
+        message = a, torch.where(mine, seat[row] % self.per_rank, -1).int(), weight[row]
         sizes = [t.shape[1] * t.itemsize for t in message]
         got, came = ranks.exchange(torch.cat([t.view(torch.uint8) for t in message], 1), to)
         a, ids, weight = (g.clone(memory_format=torch.contiguous_format).view(t.dtype)
@@ -956,8 +954,8 @@ class MoE:
                           False)[:, :k]
         back = y[ids >= 0].to(torch.float32 if w.block else w.dtype)
         back, _ = ranks.exchange(back, came.repeat_interleave((ids >= 0).sum(1)))
-        copy, choice = mine.nonzero().unbind(1)
-        out[row[copy], choice] = back.float()
+        which, choice = mine.nonzero().unbind(1)
+        out[row[which], choice] = back.float()
         return out
 
 def token_classes(prompt, c):
@@ -965,7 +963,8 @@ def token_classes(prompt, c):
     n = normalizers
     normalize = n.Sequence([
         n.NFKC(), n.NFD(), n.StripAccents(), n.Lowercase(), n.Replace(Regex(r"[ \t\r\n]+"), " "),
-        n.Replace(Regex("^ $"), "\ue000"), n.Strip(), n.Replace("\ue000", " ")]).normalize_str
+        n.Replace(Regex("^ $"), "\ue000"), n.Strip(),     # a lone blank survives Strip
+        n.Replace("\ue000", " ")]).normalize_str
     classes, out = {}, []
     for i in range(c.vocab_size):
         text = prompt.whole.decode([i], skip_special_tokens=False)
@@ -1060,13 +1059,12 @@ def rope_frequencies(c, compressed):
 
 class Transformer:
     """The backbone: embedding, blocks, norm, head."""
-    def __init__(self, c, weights, progress=None):
+    def __init__(self, c, weights, progress=lambda *_: None):
         self.c, self.w, self.blocks = c, weights, []
         self.embed = weights.checkpoint.packed("embed.weight").to(self.w.device)       # [V, D]
         for plan in c.layers:
             self.blocks.append(Block(c, plan, weights))
-            if progress:
-                progress("loading layer", plan.index + 1, len(c.layers))
+            progress("loading layer", plan.index + 1, len(c.layers))
         # past the last KV source, if it makes a latent a token, no layer writes but window rows
         last = next((p for p in c.layers[::-1] if p.mode == "full"), None)
         self.handover = last.index if last and last.ratio == 1 else None
@@ -1091,7 +1089,7 @@ class Transformer:
             elif self.w.ranks.size > 1:                  # other ranks' tokens may need the experts
                 block.ffn(h[:, 0])
             if block.attn.plan.index == self.handover:
-                batch.oldest = batch.tails
+                batch.oldest = batch.first_kept
         return K.hc_boundary(h, y, mix, None, self.c)[1] if len(h) else h[:, 0].float()
 
     def __call__(self, batch, cache, last):
@@ -1120,11 +1118,11 @@ class Draft:
         self.confidence = Linear(last + "confidence_head.proj", weights)
 
     def commit(self, batch, stand, cache):
-        """Write the context rows of the first stand[i] tokens of the i-th sequence, if kept."""
+        """Write the stages' context rows of the first stand[i] tokens of the i-th sequence, if they
+        went past the handover: main_norm(main_proj(features)) through each stage's wkv."""
         spans = zip(batch.spans, stand, batch.dropped)
-        rows = [i for (_, a, _, _), n, gone in spans for i in range(a, a + n - gone)]
-        rows = torch.tensor(rows, dtype=torch.int64, device=self.w.device)
-        x = self.main_proj(torch.cat([x[rows] for x in batch.features], 1))    # [n, 3D], no norm
+        rows = batch.tensor([i for (_, a, *_), n, gone in spans for i in range(a, a + n - gone)])
+        x = self.main_proj(torch.cat([x[rows] for x in batch.features], 1))                # [n, nD]
         slot, pos, rotate = batch.slot[rows], batch.pos[rows], [t[rows] for t in batch.rope[0]]
         for stage in self.stages:
             a = K.project(x, stage.attn.down, self.w.block, self.main_norm, self.w.eps)
@@ -1204,8 +1202,8 @@ class Engine:
 
     @classmethod
     def load(cls, folder, device=None, dtype=None, deterministic=False, lazy=None, max_batch=8,
-             max_pages=None, chunk=512, speculate=True, replay=True, progress=None, redundant=0,
-             packed=False, shard_engram=False):
+             max_pages=None, chunk=512, speculate=True, replay=True, progress=lambda *_: None,
+             redundant=0, packed=False, shard_engram=False):
         """An Engine for the checkpoint in `folder` (a local path, the published layout).
         dtype: of activations, default bf16 on a GPU, fp32 on a CPU. deterministic: a row's bits do
         not depend on the other rows (at one number of threads). lazy: dequantize and check weights
@@ -1237,7 +1235,8 @@ class Engine:
         n = cfg.dspark_block_size if speculate is True or not cfg.stages else speculate
         need(n == "confidence" or n <= cfg.dspark_block_size < RING, f"speculate is {n}: a block "
              f"holds {cfg.dspark_block_size} drafts here, and a step at most {RING - 1}")
-        W, replay = cfg.sliding_window, cfg.sliding_window if replay is True else replay
+        W = cfg.sliding_window
+        replay = W if replay is True else replay
         good = type(replay) in (bool, int) and (not replay or replay >= W)
         need(good, f"replay is {replay!r}, not True, False or at least the window's {W} tokens")
         if lazy is None:                         # do the weights fit, with a fifth to spare?
@@ -1334,8 +1333,7 @@ class Engine:
             moe.loads.zero_()
 
     def _make_room(self, work):
-        """Where pages lack, do without drafts, then without the youngest requests, which give their
-        pages back and start again later."""
+        """While pages lack: go without drafts, then send the youngest requests back to wait."""
         def lacking():
             return sum(self.cache.lacks(*each) for each in work) > len(self.cache.global_pages.idle)
         if lacking():
@@ -1350,7 +1348,7 @@ class Engine:
         return work
 
     def _advance(self, work):
-        """Forward, and judge the (sequence, n) of work that reach an end; append what was made."""
+        """Forward, judge the (sequence, n) of work that reach an end, commit, append new ids."""
         judged = [(1 + len(s.drafts)) * (s.n_cached + n == len(s.ids + s.drafts)) for s, n in work]
         start = time.perf_counter()
         batch, logits = self._run(work, judged)
@@ -1360,8 +1358,8 @@ class Engine:
                                    for (_, n), x, new in zip(work, judged, made)])
         for (seq, _), new in zip(work, made):
             if new:
-                n_drafts, seq.drafts = len(seq.drafts), []
-                seq.runs.append((n_drafts, self._emit(seq, new) - 1))
+                seq.runs.append((len(seq.drafts), self._emit(seq, new) - 1))
+                seq.drafts = []
 
     def _draft(self):
         """Give every decoding sequence the drafts that this step will judge."""
@@ -1381,7 +1379,7 @@ class Engine:
 
     def _worth(self, survival, n_seqs):
         """How many drafts pay: up to the first whose estimated survival is below the price of a row
-        in tokens. It never looks at a later draft, which would bias what is accepted."""
+        in tokens. It never looks at a later draft: that would bias what rejection accepts."""
         costs = sorted((rows, mean) for rows, (_, mean) in self.cost.items())
         if len(costs) < 3:                               # learn the price first
             return len(costs)
@@ -1509,7 +1507,7 @@ def arguments(argv):
     """argv -> the parsed options."""
     def drafts(text):
         return text if text == "confidence" else int(text)
-    p = argparse.ArgumentParser("nanoflash", description="DeepSeek-V4.1-Flash in two files.")
+    p = argparse.ArgumentParser("nanoflash.py", description="DeepSeek-V4.1-Flash in two files.")
     add = p.add_argument
     add("--prompt", help="text to continue (with --chat: what the user says)")
     add("--model", default=DOCS / "tiny", help="a checkpoint's folder (docs/tiny)")
@@ -1523,6 +1521,7 @@ def arguments(argv):
     add("--dtype", choices=("fp32", "bf16"), help="(bf16 on a GPU, else fp32)")
     add("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
     add("--ranks", type=int, default=1, help="with --plan: number of ranks (1)")
+    add("--trace", metavar="FILE", help="write what every token read and chose, as JSON lines")
     add("--redundant-experts", type=int, default=0, metavar="R", help="copies of R experts (0)")
     for flag, text in {
             "chat": "wrap the prompt in the chat encoding", "think": "with --chat: reason first",
@@ -1562,14 +1561,15 @@ def run(args):
                          progress=progress)
     if weight_bytes(engine.cfg, torch.float32) < 2**28:
         torch.set_num_threads(1)                 # on small tensors a second thread only costs
-    prompt = args.prompt
-    if args.chat:
-        prompt = engine.prompt.chat([{"role": "user", "content": prompt}], args.think, args.effort)
+    chat = [{"role": "user", "content": args.prompt}]
+    prompt = engine.prompt.chat(chat, args.think, args.effort) if args.chat else args.prompt
     if engine.ranks.rank > 0:                            # rank 0 has the request, all the experts
         while engine.ranks.any(False):
             engine.step()
         return
     seq = engine._sequence(prompt, params)
+    if args.trace is not None:
+        runpy.run_path(f"{DOCS}/trace.py")["attach"](engine, args.trace)
     for piece in engine._pieces(seq):
         print(piece, end="", flush=True)
     print()

@@ -6,7 +6,7 @@
 
 Launches are recorded on meta tensors, bytes counted in Triton's interpreter on a small model with
 the released head sizes, and exactly the recorded specialisations compiled. Each figure is held to
-its limit: the exit status tells. These are the tables of kernels.md; it needs numpy and triton.
+its limit: the exit status tells. These are the tables of 08_kernels.md; it needs numpy and triton.
 """
 import functools
 import inspect
@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode               # noqa:
 
 import kernels as K                                                      # noqa: E402
 import nanoflash as nf                                                   # noqa: E402
+from docs.plan import nbytes                                                    # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 TARGETS = {"90": ("cuda", 90, 32, 232448), "100": ("cuda", 100, 32, 232448),   # .., shared memory
@@ -82,7 +83,7 @@ def launched(model, draft, n, T, execute):
     cache.global_table[:] = cache.window_table[:] = torch.arange(
         cache.global_table.shape[1], device=device)
     seq = types.SimpleNamespace(slot=0, ids=[i % 99 for i in range(n + 1)], drafts=[7] * (T - 1),
-                                n_cached=n, n_reused=0, oldest=0, window={})
+                                n_cached=n, n_reused=0, first_kept=0, window={})
 
     def run(kernel, *args, grid, warmup, **more):
         options = {n: more.pop(n) for n in ("num_warps", "num_stages") if n in more}
@@ -147,7 +148,7 @@ def needed(a):
     """Arguments of a launch -> bytes of each weight, scale and pool of rows that it must read."""
     names = {"w", "w_scale", "s", "s_scale", "scale", "side", "gate", "fn", "wk"} & a.keys()
     out = {n: a[n].nbytes for n in names if a[n] is not None}
-    if "first" in a:
+    if "w_scale" in a:                                   # experts: those chosen, and the shared one
         out |= {n: out[n] * len(a["experts"].unique()) // a["E"] for n in ("w", "w_scale")}
     if "newest" in a:
         out["window"] = (a["L"] + len(a["newest"]) - 1) * 528

@@ -772,7 +772,7 @@ def curve(folder):
     """log.jsonl -> curve.svg: bits per byte of the validation chapters, tokens a step of drafts."""
     log = [json.loads(x) for x in (folder / "log.jsonl").read_text().split("\n") if x]
     out = ['<svg xmlns="http://www.w3.org/2000/svg" width="720" height="260" font-size="12" '
-           'font-family="sans-serif">', '<rect width="720" height="260" fill="white"/>']
+           'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" fill="#6e7781">']
     for left, stage, key, title in ((50, "target", "bits_per_byte", "validation bits per byte"),
                                     (410, "draft", "tokens_a_step", "tokens a step, greedy")):
         points = [(x["minutes"], x[key]) for x in log if x["stage"] == stage]
@@ -781,8 +781,8 @@ def curve(folder):
         line = " ".join(f"{left + 280 * x / end:.1f},"
                         f"{220 - 180 * (y - low) / (high - low or 1):.1f}" for x, y in points)
         out += [f'<text x="{left}" y="24">{title}, over {end} minutes</text>',
-                f'<path fill="none" stroke="#999" d="M{left} 40V220H{left + 280}"/>',
-                f'<polyline fill="none" stroke="#06c" stroke-width="2" points="{line}"/>',
+                f'<path fill="none" stroke="#6e7781" d="M{left} 40V220H{left + 280}"/>',
+                f'<polyline fill="none" stroke="#3b82f6" stroke-width="2" points="{line}"/>',
                 f'<text x="{left - 40}" y="44">{high:.3f}</text>',
                 f'<text x="{left - 40}" y="224">{low:.3f}</text>',
                 f'<text x="{left}" y="240">0</text>',
