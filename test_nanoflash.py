@@ -852,6 +852,7 @@ def test_trace(engine, monkeypatch, tmp_path):
     for out, of in zip(outs, mine):
         assert [x["id"] for x in of] == out.ids
         assert len({x["step"] for x in of}) + sum(x["drafted"] for x in of) == 24
+        assert all(y["window"][1] == x["position"] for x in of for y in x["layers"])
     want, first = {n: x[-1] for n, x in golden_parts("rand37")}, mine[1][0]["layers"]
     for i, source in enumerate((None, None, 2, 2, 2, 5, 6, 6)):
         groups = want[f"topk.L{source}"].tolist() if source else []

@@ -16,6 +16,7 @@ relative to it. In an output `...` alone on a line stands for any lines, and tim
 On the line before a block
     <!-- varies -->            no number in the output is compared
     <!-- long -->              runs with --long only (minutes)
+    <!-- long, varies -->      both
     <!-- not run: reason -->   never runs
 A command in a line of text must also stand in some block.
 """
@@ -41,7 +42,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1",        # as it is now: test
                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 LINK = re.compile(r"\[`([\w.]+)`\]\(([\w./]*\.py)#L(\d+)-L(\d+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.M | re.S)
-NOTE = re.compile(r"<!-- (varies|long|not run: [^>]+?) -->\n$")
+NOTE = re.compile(r"<!-- (varies|long|long, varies|not run: [^>]+?) -->\n$")
 TIME = r"(?<=_s )[\d.]+|(?<=_share )[\d.]+|\d[\d.,]*(?= m?s\b)"
 INLINE = re.compile(r"`((?:\w+=\w+ )*(?:python|torchrun|pytest) ?[^`]*)`")
 
@@ -128,7 +129,7 @@ def jobs(text, long):
     """A document -> a list of Jobs for each block that is run."""
     all_blocks, find = list(blocks(text)), output_of(text)
     for i, b in enumerate(all_blocks):
-        if b.note.startswith("not run") or (b.note == "long") != long:
+        if b.note.startswith("not run") or b.note.startswith("long") != long:
             continue
         diffs = [d.text for d in all_blocks[:i] if d.kind == "diff" and d.section == b.section]
         if b.kind == "console":
@@ -235,7 +236,7 @@ def check(name, write=False, long=False):
         if isinstance(out, Exception):
             wrong.append(f"{job.command}: {out}{getattr(out, 'stderr', '')}")
         elif shown is not None and (job.code or shown.strip()) and not same(
-                shown, out, job.note == "varies"):
+                shown, out, "varies" in job.note):
             wrong.append(f"{job.command} prints\n{out}\nnot\n{shown}")
             if "..." not in shown.split("\n"):
                 text = text[: job.place[0]] + out.rstrip("\n") + "\n" + text[job.place[1] :]
