@@ -18,7 +18,7 @@ On the line before a block
     <!-- long -->              runs with --long only (minutes)
     <!-- long, varies -->      both
     <!-- not run: reason -->   never runs
-A command in a line of text must also stand in some block.
+A command in a line of text must also stand in some block, and a `test_name` in the tests.
 """
 import argparse
 import ast
@@ -186,6 +186,8 @@ def check_form(name, text):
         elif b.kind == "diff" and not any(x.start > b.start and x.section == b.section and
                                           x.kind in ("console", "python") for x in every):
             yield f"nothing runs with this diff: {head!r}"
+    for test in {*re.findall(r"`(test_(?!nanoflash\b)\w+)", bare)} - spans(ROOT / "test_nanoflash.py").keys():
+        yield f"there is no {test}"
     for link in re.findall(r"\[[^][]*\]\([^)]*#L\d[^)]*\)", LINK.sub("", bare)):
         yield f"{link} is not [`name`](file.py#L1-L2): its lines are not checked"
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", bare):
