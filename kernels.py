@@ -47,6 +47,7 @@ def _act(dtype):
 # -- Number formats: what stands on disk and in the caches -----------------------------------------
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 E2M1 = torch.tensor([s * m for s in (1, -1) for m in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # E2M1[code]
+E2M1_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], 1)      # [byte] low, high
 
 class Format(NamedTuple):
     """How a row is packed: all values, then one scale for every `size` channels."""
@@ -84,9 +85,7 @@ def quantize(x, f):
 
 def unpack_e2m1(packed, dtype=torch.float32):
     """Two e2m1 codes a byte, even column in the low nibble: [..., n/2] uint8 -> [..., n] dtype."""
-    byte = torch.arange(256)
-    pairs = torch.stack([E2M1[byte & 15], E2M1[byte >> 4]], -1).to(dtype).to(packed.device)
-    return F.embedding(packed.int(), pairs).flatten(-2)             # one look-up for two codes
+    return F.embedding(packed.int(), E2M1_PAIRS.to(packed.device, dtype)).flatten(-2)
 
 def dequantize(row, f):
     """Inverse of `quantize`: bytes of Format f -> fp32 [..., n]."""
@@ -223,10 +222,10 @@ def project(x, m, block=None, norm=None, eps=0.0, groups=1, side=None):
     norm [in]: rms_norm x first. groups: m is block-diagonal, g-th outputs of g-th columns (wo_a).
     side: another Linear, not quantized, of the same x -> both results, of one launch."""
     if not fused(x):
-        a, w = rms_norm(x, norm, eps) if norm is not None else x, m.w
-        parts = zip(a.to(w.dtype).chunk(groups, 1), w.chunk(groups))
-        y = torch.cat([linear(a, b, block) for a, b in parts], 1)
-        return (y, project(x, side, block, norm, eps)) if side else y
+        a = (x if norm is None else rms_norm(x, norm, eps)).to(m.dtype)
+        y = linear(a, m.w, block) if groups == 1 else torch.cat([
+            linear(*part, block) for part in zip(a.chunk(groups, 1), m.w.chunk(groups))], 1)
+        return (y, linear(a, side.w, block)) if side else y
     (T, n_in), (N, M) = x.shape, (len(o.w) if o else 0 for o in (m, side))
     y, z = torch.empty(T, N, device=x.device), torch.empty(T, M, device=x.device)
     linear_kernel[triton.cdiv(N, 16) + triton.cdiv(M, 16), triton.cdiv(T, 16)](
@@ -331,7 +330,7 @@ def hc_mix(h, fn, scale, base, norm_eps, hc_eps, iters, block=None):
 
 def hc_expand(h, y, post, comb):
     """h'[k] = post[k] * y + sum_j comb[j, k] * h[j]: h [T, S, D], y [T, D] -> like h."""
-    mixed = sum(comb[:, j, :, None] * h[:, j, None].float() for j in range(h.shape[1]))
+    mixed = (comb[..., None] * h[:, :, None].float()).sum(1)
     return (post[:, :, None] * y[:, None].float() + mixed).to(h.dtype)
 
 def _hc_sizes(h, y, c):
@@ -350,8 +349,7 @@ def hc_boundary(h, y, mix, site, c, block=None, features=None):
         h = h if y is None else hc_expand(h, sum(y.unbind(1)).to(h.dtype), *mix[1:])
         if features is not None:
             features.append(h.float().mean(1).to(h.dtype))
-        x = h[:, 0].float() if mix is None else sum(
-            p[:, None] * stream.float() for p, stream in zip(mix[0].unbind(1), h.unbind(1)))
+        x = h[:, 0].float() if mix is None else (mix[0][:, :, None] * h.float()).sum(1)
         return h, x, site and hc_mix(h, *site, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters, block)
     (T, S, D), sizes = h.shape, _hc_sizes(h, y, c)
     out, x = h if y is None else torch.empty_like(h), torch.empty(T, D, device=h.device)
@@ -515,8 +513,11 @@ def compress(a, norm, wk, k_norm, rotate, batch, ring, latents, keys, ratio, eps
         if ratio == 2:
             now, R = a[:, : 2 * d].unflatten(1, (2, d)), ring.shape[1]
             before = ring[slot, (pos - 1) % R]                              # read, then written
-            before = torch.where(batch.follows[:, None, None], now.roll(1, 0), before)
-            ring[slot[batch.tail], pos[batch.tail] % R] = now[batch.tail]
+            follows = F.pad(slot[1:] == slot[:-1], (1, 0))              # row t - 1 is pos - 1
+            before = torch.where(follows[:, None, None], now.roll(1, 0), before)
+            # more rows than a ring has would meet in one place, and such a scatter is undefined
+            kept = batch.last - torch.arange(T, device=a.device) < R
+            ring[slot[kept], pos[kept] % R] = now[kept]
             done = (pos % 2 == 1).nonzero()[:, 0]
             latent = pool_pair(before[done], now[done])
         rotate, group = [t[done] for t in rotate], pos[done] // ratio
@@ -638,9 +639,9 @@ def index(q, w, batch, keys, ratio, role, c, block=None):
     size, n_kept, (T, Hi, di) = c.candidate_block_size, c.candidate_topk_blocks, q.shape
     factor = di**-0.5 * Hi**-0.5
     if fused(q):
-        n = max((start + end - first) // ratio for _, first, end, start in batch.spans)
+        n = max(1, batch.reach // ratio)
         pieces = [_index(*(x[a : a + ROWS] for x in (q, w, batch.slot, batch.pos)), keys, ratio,
-                         role, c, max(1, n), factor,
+                         role, c, n, factor,
                          batch.candidates[a : a + ROWS] if role == "reader" else None)
                   for a in range(0, T, ROWS)]
         if role == "source":
@@ -984,12 +985,17 @@ def experts(x, norm, eps, chosen, weight, up, down, limit, dtype, block=None, sh
     E = len(up) - 1
     chosen = F.pad(chosen, (0, 1), value=E if shared else -1)
     weight = F.pad(weight, (0, 1), value=1.0)
-    x = x if norm is None else rms_norm(x, norm, eps)                       # to a Linear's dtype
-    for e in chosen[chosen >= 0].unique().tolist():
-        row, place = (chosen == e).nonzero(as_tuple=True)
-        gate, value = project(x[row], up[e], block).chunk(2, 1)
-        act = weight[row, place, None] * swiglu(gate, value, limit)
-        out[row, place] = project(act, down[e], block)
+    x = x if norm is None else rms_norm(x, norm, eps)
+    ids, place = chosen.flatten().sort(stable=True)      # expert after expert, nobody's first
+    none, *counts = (ids + 1).bincount(minlength=E + 2).tolist()
+    place = place[none:]
+    def each(a, linears):
+        parts = zip(a.to(dtype).split(counts), linears)
+        return torch.cat([linear(part, m.w, block) for part, m in parts if len(part)])
+    if len(place):
+        gate, value = each(x[place // (k + 1)], up).chunk(2, 1)
+        act = weight.flatten()[place, None] * swiglu(gate, value, limit)
+        out.flatten(0, 1)[place] = each(act, down)
     return out
 
 @jit
@@ -1157,7 +1163,7 @@ def philox(seed, c0, c1, c2=0):
 def uniform(seed, pos, n, device=None, stream=0):
     """Random numbers in (0, 1), float64 [n], of one position of one request and one purpose.
     stream: 0 the target's draws, 1 the draft's own draws, 2 whether a draft is accepted."""
-    token, pos = torch.arange(n, device=device), torch.tensor(pos, device=device)
+    token, pos = torch.arange(n, device=device), torch.full((1,), pos, device=device)
     return (philox(seed, token, pos, stream).double() + 0.5) * 2.0**-32
 
 def gumbel(seed, pos, n, device=None, stream=0):
@@ -1170,17 +1176,17 @@ def scaled_logits(logits, temperature, top_p=1.0):
     scaled = logits.double() / temperature
     if top_p < 1:
         p, order = torch.softmax(scaled, -1).sort(descending=True, stable=True)
-        scaled[order[p.cumsum(-1) - p >= top_p]] = -torch.inf
+        scaled[order] = scaled[order].masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
     return scaled
 
 def sample(logits, temperature, top_p, seed, pos, stream=0):
-    """One token id (int) for position `pos` from logits fp32 [V].
+    """One token id, int64 [], for position `pos` from logits fp32 [V]; a GPU is not waited for.
     temperature 0: the argmax, ties to the lower id. Otherwise an exact draw, by Gumbel noise that
     depends on seed, position and stream alone: who draws at a position again, draws the same."""
     if temperature == 0:
-        return int(logits.argmax())
+        return logits.argmax()
     scaled = scaled_logits(logits, temperature, top_p)
-    return int((scaled + gumbel(seed, pos, len(logits), logits.device, stream)).argmax())
+    return (scaled + gumbel(seed, pos, len(logits), logits.device, stream)).argmax()
 
 def accept(logits, proposal, draft, temperature, top_p, seed, pos):
     """The draft if u * q(draft) < p(draft), else a draw from max(p - q, 0): exactly a draw from p
@@ -1188,7 +1194,6 @@ def accept(logits, proposal, draft, temperature, top_p, seed, pos):
     draft was drawn from, at temperature > 0 without top-p."""
     p = scaled_logits(logits, temperature, top_p).softmax(-1)
     q = scaled_logits(proposal, temperature).softmax(-1)
-    if uniform(seed, pos, 1, p.device, 2) * q[draft] < p[draft]:
-        return draft
     rest = (p - q).clamp(min=0).log() + gumbel(seed, pos, len(p), p.device)
-    return int(rest.argmax())
+    good = uniform(seed, pos, 1, p.device, 2)[0] * q[draft] < p[draft]
+    return rest.argmax().masked_fill(good, draft)

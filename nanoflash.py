@@ -29,17 +29,16 @@ Past the *handover*, the last full layer, go only the last tokens of a long prom
 """
 from __future__ import annotations
 
-import argparse, atexit, codecs, collections, copy, functools, hashlib, itertools, json, math, mmap
-import operator, os, runpy, sys, time, warnings
+import argparse, atexit, codecs, collections, copy, datetime, functools, hashlib, itertools, json
+import math, mmap, operator, os, runpy, sys, time, warnings
 from dataclasses import MISSING, dataclass, field, fields
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers import Regex, Tokenizer, normalizers as norms
 
 import kernels as K
 
@@ -54,12 +53,10 @@ REQUIRED = {
     "quantization_config.quant_method": "fp8", "quantization_config.fmt": "e4m3",
     "quantization_config.weight_block_size": (32, 32), "quantization_config.scale_fmt": "ue8m0",
     "quantization_config.activation_scheme": "dynamic", "rope_scaling.rope_type": "yarn"}
-# keys that say nothing about the arithmetic of text
 INERT = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map",
-         "initializer_range", "attention_dropout", "pad_token_id", "use_cache"}
+         "initializer_range", "attention_dropout", "pad_token_id", "use_cache"}     # not arithmetic
 RENAMED = {"rope_scaling.type": "rope_scaling.rope_type", "engram_pad_id": "engram_pad_token_id"}
-# mechanisms that a model may lack: the keys of one, by their beginnings, stand together
-OPTIONAL = ("candidate_", "engram_", ("dspark_", "num_nextn_"))
+OPTIONAL = ("candidate_", "engram_", ("dspark_", "num_nextn_"))      # of one mechanism, all or none
 VISION = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", "num_hidden_layers")
 KINDS = {      # annotation -> its words in an error, and is x one? numbers are from 0 below 2^31
     "int": ("an integer", lambda x: type(x) is int and 0 <= x < 2**31),
@@ -73,8 +70,7 @@ def need(condition, message, error=ValueError):
     if not condition:
         raise error(message)
 
-@dataclass(frozen=True)
-class LayerPlan:
+class LayerPlan(NamedTuple):
     """What one layer does with the compressed KV (CSA2), from the schedule in config.json."""
     index: int
     ratio: int                        # 0 window only, 2 encoder, 1 decoder
@@ -88,15 +84,14 @@ class LayerPlan:
 @dataclass(frozen=True)
 class Config:
     """config.json under its own names (rope_scaling.x is rope_scaling_x); `layers` is derived."""
-    vocab_size: int; hidden_size: int; rms_norm_eps: float                      # width
+    vocab_size: int; hidden_size: int; num_hidden_layers: int; rms_norm_eps: float    # size
     hc_mult: int; hc_sinkhorn_iters: int; hc_eps: float                         # residual streams
     num_attention_heads: int; head_dim: int; sliding_window: int                # attention
     q_lora_rank: int; o_groups: int; o_lora_rank: int; max_position_embeddings: int
     qk_rope_head_dim: int; rope_theta: float; compress_rope_theta: float        # rotation
     rope_scaling_factor: float; rope_scaling_beta_fast: float; rope_scaling_beta_slow: float
     rope_scaling_original_max_position_embeddings: int
-    num_hidden_layers: int; compress_ratios: tuple                              # compressed KV
-    kv_source_layer_ids: tuple; index_source_layer_ids: tuple
+    compress_ratios: tuple; kv_source_layer_ids: tuple; index_source_layer_ids: tuple  # compressed
     index_n_heads: int; index_head_dim: int; index_topk: int
     n_routed_experts: int; num_experts_per_tok: int; moe_intermediate_size: int        # experts
     routed_scaling_factor: float; swiglu_limit: float
@@ -155,16 +150,16 @@ class Config:
                            ("qk_rope_head_dim", 2), ("num_attention_heads", self.o_groups)):
             value = getattr(self, name)
             need(value % unit == 0, f"{name} {value} is not a multiple of {unit}")
-        for large, smalls in (
-                ("head_dim", ["qk_rope_head_dim"]), ("index_head_dim", ["qk_rope_head_dim"]),
-                ("max_position_embeddings", ["sliding_window", "index_topk"]),
-                ("n_routed_experts", ["num_experts_per_tok"]),
-                ("dspark_n_routed_experts", ["dspark_num_experts_per_tok"]),
-                ("vocab_size", ["engram_compressed_vocab_size"] + [
-                    f.name for f in fields(self) if f.name.endswith("_token_id")])):
-            for small in smalls:
-                a, b = getattr(self, small) or 0, getattr(self, large)
-                need(a + small.endswith("_id") <= b, f"{small} {a} is beyond {large} {b}")
+        ids = [(f.name, "vocab_size") for f in fields(self) if f.name.endswith("_token_id")]
+        for small, large in (
+                ("qk_rope_head_dim", "head_dim"), ("qk_rope_head_dim", "index_head_dim"),
+                ("sliding_window", "max_position_embeddings"),
+                ("index_topk", "max_position_embeddings"),
+                ("num_experts_per_tok", "n_routed_experts"),
+                ("dspark_num_experts_per_tok", "dspark_n_routed_experts"),
+                ("engram_compressed_vocab_size", "vocab_size"), *ids):
+            a, b = getattr(self, small) or 0, getattr(self, large)
+            need(a + small.endswith("_id") <= b, f"{small} {a} is beyond {large} {b}")
         n, tables = len(self.engram_layer_ids), len(self.engram_num_embeddings)
         need(n == tables, f"{n} engram layers but {tables} engram_num_embeddings")
         need(not n or self.engram_max_ngram_size >= 2, "engram_max_ngram_size is below 2")
@@ -196,8 +191,7 @@ def _schedule(c):
     n = L + c.num_nextn_predict_layers
     need(len(ratios) == n, f"compress_ratios has {len(ratios)} entries, layers and drafts are {n}")
     need(set(ratios[L:]) <= {0}, "a draft stage must have compress ratio 0")
-    for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
-                 "dspark_target_layer_ids"):
+    for name in (f.name for f in fields(c) if f.name.endswith("_layer_ids")):
         ids = list(getattr(c, name))
         need(ids == sorted({*ids} & {*range(L)}), f"{name} {ids} must ascend within 0..{L - 1}")
     need(cand in (None, *c.index_source_layer_ids), f"candidate source {cand} is no index source")
@@ -270,15 +264,15 @@ def inventory(c):
     """Config -> {name: Spec} of every tensor, text, draft and image, that a checkpoint holds."""
     D, S, H, d, m, w = (c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim,
                         c.dspark_markov_rank, c.engram_head_dim)
-    Hi, di = c.index_n_heads, c.index_head_dim
     v, i, patch, down, vision_depth = (c.vision_config.get(x, 0) for x in VISION)
     letters = {
         "V": c.vocab_size, "D": D, "S": S, "H": H, "d": d, "Q": c.q_lora_rank, "M": (2 + S) * S,
         "SD": S * D, "S1D": (S + 1) * D, "h": H * d, "g": H * d // c.o_groups, "w": w, "m": m,
-        "O": c.o_groups * c.o_lora_rank, "F": c.moe_intermediate_size, "Hi": Hi, "di": di,
-        "HI": Hi * di, "Cw": (c.engram_max_ngram_size - 1) * c.engram_n_heads * w, "D+m": D + m,
-        "nD": len(c.dspark_target_layer_ids) * D, "v": v, "3v": 3 * v, "i": i, "2i": 2 * i,
-        "av": down**2 * v, "3pp": 3 * patch**2, "1": 1, "3": 3}
+        "O": c.o_groups * c.o_lora_rank, "F": c.moe_intermediate_size, "Hi": c.index_n_heads,
+        "di": c.index_head_dim, "HI": c.index_n_heads * c.index_head_dim, "D+m": D + m,
+        "Cw": (c.engram_max_ngram_size - 1) * c.engram_n_heads * w, "v": v, "3v": 3 * v, "i": i,
+        "nD": len(c.dspark_target_layer_ids) * D, "2i": 2 * i, "av": down**2 * v,
+        "3pp": 3 * patch**2, "1": 1, "3": 3}
     parts, specs = {}, {}
     for part, family, form, items in (x.split(None, 3) for x in LAYOUT.strip().split("\n")):
         parts.setdefault(part, []).extend((family, form, *x.split()) for x in items.split(";"))
@@ -314,8 +308,8 @@ def inventory(c):
 
 class Checkpoint:
     """The safetensors files of a folder, mapped read-only and held to the inventory.
-    Mapped by ourselves, since the safetensors package maps a file writable. Linux refuses that for
-    a file larger than memory, and one Engram table is a single 94 GiB tensor."""
+    Mapped here, since the safetensors package maps a file writable, which Linux refuses for one
+    larger than memory: an Engram table is a single tensor of 92 GiB."""
     def __init__(self, folder, cfg):
         self.specs, self.at = inventory(cfg), {}
         shards = sorted(Path(folder).glob("model*.safetensors"))         # the index adds nothing
@@ -418,9 +412,8 @@ FORMAT_TEXT = ("\n\n## Response Format:\n\nYou MUST strictly adhere to the follo
                "reply:\n{}")
 
 # byte-level BPE writes each byte as a printable character: {character: byte}
-_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTE = {chr(b): bytes([b]) for b in _SHOWN}                  # as itself, the others from 256 on
-BYTE |= {chr(256 + i): bytes([b]) for i, b in enumerate(sorted({*range(256)} - {*_SHOWN}))}
+BYTE = {chr(b): bytes([b]) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+BYTE |= zip(map(chr, range(256, 324)), [bytes([b]) for b in range(256) if chr(b) not in BYTE])
 
 def chat_pieces(messages, thinking=True, effort="high", response_format=None):
     """The V4.1 chat encoding: messages -> list of Mark and text pieces.
@@ -483,9 +476,8 @@ class Prompt:
     def bytes(self, token):
         """The bytes of one id; b"" for an id that the tokenizer does not know."""
         shown = self.whole.id_to_token(token) or ""
-        if shown in self.added:
-            return shown.encode()
-        return b"".join(BYTE.get(ch, ch.encode()) for ch in shown)
+        table = {} if shown in self.added else BYTE
+        return b"".join(table.get(ch, ch.encode()) for ch in shown)
 
     def decoder(self):
         """A function ids -> text that holds back an unfinished character; the last call ends it."""
@@ -501,22 +493,19 @@ RING = 8            # open-pair rows a sequence keeps, by position % 8: 7 of a s
 class Sequence:
     """One request: what it asked for, its tokens, and the cache that it owns while it runs."""
     def __init__(self, ids, params, decoder=None, replay=0):
-        self.ids = ids                   # [n] prompt, then generated tokens; written by Engine.step
-        self.n_prompt = len(ids)
+        self.ids, self.n_prompt = ids, len(ids)      # prompt, then generated ones, by Engine.step
         self.first_kept = max(0, len(ids) - (replay or len(ids)))   # from here on past the handover
         self.n_cached = 0                # tokens that went through the model: what is visible
         self.n_reused = 0                # those of them that known pages gave, when last admitted
         self.most_reused = max(0, len(ids) - max(1, replay)) if params else 0      # one must be run
-        self.keys = []                   # of its first full pages, see `key`
-        self.params = params
+        self.params, self.keys = params, []      # keys of its first full pages, see `key`
         self.slot = None                 # row of the page tables and rings while it runs
         self.pages = []                  # global pages, in order of position; written by Cache
         self.window = {}                 # position // PAGE -> window page; written by Cache
         self.drafts = []                 # proposed ids behind `ids`, until the step has judged them
         self.proposals = None            # the draft's logits [n, V] of them, for verify="rejection"
         self.runs = []                   # (proposed, accepted) of every step that made a token
-        self.decoder = decoder           # ids -> text (Prompt.decoder)
-        self.text = ""                   # what may be shown so far
+        self.decoder, self.text = decoder, ""    # Prompt.decoder; what may be shown so far
         self.finish_reason = None        # "stop", "length", "cancelled" or "error"
         self.times = [time.perf_counter()]       # creation, then every token
 
@@ -608,14 +597,13 @@ class Cache:
     keys     per KV source: di/2 + di/32 bytes a group       likewise
     ring     per ratio-2 source: fp32 [slot, position % 8, 2, d], kv and gate of the last tokens"""
     def __init__(self, c, max_batch, max_pages, chunk, device):
-        d, di, self.W = c.head_dim, c.index_head_dim, c.sliding_window
+        d, di, self.W, layers = c.head_dim, c.index_head_dim, c.sliding_window, c.layers + c.stages
         # room for every running sequence's window and a step's rows; 256 MiB, at most, for reuse
         n_window = max_batch * (-(-self.W // PAGE) + 2) + -(-chunk // PAGE) + min(
-            max_pages, 2**28 // (PAGE * (d + d // 32) * len(c.layers + c.stages)))
+            max_pages, 2**28 // (PAGE * (d + d // 32) * len(layers)))
         width = min(max_pages, -(-c.max_position_embeddings // PAGE)) + 1   # drafts may end beyond
         self.global_table, self.window_table = torch.full((2, max_batch, width), -1, device=device)
-        self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32)
-                       for _ in [*c.layers, *c.stages]]
+        self.window = [Pool(self.window_table, n_window, PAGE, d + d // 32) for _ in layers]
         ratio = {i: c.layers[i].ratio for i in c.kv_source_layer_ids}
         self.latents, self.keys = (
             {i: Pool(self.global_table, max_pages, PAGE // r, n) for i, r in ratio.items()}
@@ -687,30 +675,25 @@ class Batch:
         ngram: with Engram layers, (class of each token id [V], class of the pad, N)."""
         tensor = self.tensor = functools.partial(torch.tensor, dtype=torch.int64, device=device)
         token_class, pad, N = ngram or (None, 0, 0)
-        self.spans, ids, pos, slot, classes = [], [], [], [], [tensor([]).view(0, N)]
+        self.spans, rows, classes = [], [], [tensor([]).view(0, N)]
         for seq, n in work:
-            a = seq.n_cached
-            self.spans.append((seq.slot, len(ids), len(ids) + n, a))   # slot, rows, position
-            tokens = seq.ids + seq.drafts
-            ids += tokens[a : a + n]
-            pos += range(a, a + n)
-            slot += [seq.slot] * n
+            a, end, slot, tokens = seq.n_cached, len(rows) + n, seq.slot, seq.ids + seq.drafts
+            self.spans.append((slot, len(rows), end, a))               # slot, rows, position
+            rows += [(tokens[i], i, slot, end - 1, seq.first_kept, i, 0) for i in range(a, a + n)]
             if ngram:                    # windows of N classes; before position 0 stands the pad
                 past = token_class[tensor(tokens[max(0, a - N + 1) : a + n])]
                 past = F.pad(past, (N - 1 + n - len(past), 0), value=pad)
                 classes.append(past.unfold(0, N, 1).flip(1))
-        self.ids, self.pos, self.slot = tensor(ids), tensor(pos), tensor(slot)      # [T] each
+        # one copy to a GPU, of an even width: rows are aligned alike. [T] each; `last` row of its
+        # sequence; first position past the handover; newest (see Draft) and oldest that it sees
+        self.inputs = tensor([*zip(*rows, *rows[: len(rows) % 2])] or [[]] * 7)
+        self.ids, self.pos, self.slot, self.last, self.first_kept, self.newest, self.oldest = (
+            self.inputs[:, : len(rows)])
+        self.reach = max((start + b - a for _, a, b, start in self.spans), default=0)    # positions
         self.classes = torch.cat(classes)            # [T, N], own class first; else [0, 0]
-        self.follows = F.pad(self.slot[1:] == self.slot[:-1], (1, 0))     # row t - 1 is pos - 1
-        # the rows that a ring keeps: more would meet in one place, and such a scatter is undefined
-        self.tail = tensor([i for _, a, b, _ in self.spans for i in range(max(a, b - RING), b)])
-        self.last = tensor([b - 1 for _, a, b, _ in self.spans for _ in range(a, b)])  # of its span
         self.selection = {}              # index source -> int64 [T, K] groups, ascending, -1 padded
         self.candidates = None           # int64 [T, C] blocks, likewise, of the candidate source
         self.rope = []                   # (cos, sin) [T, r/2]: ratio 0, ratio > 0, a pair's first
-        self.newest = self.pos           # the last position that each row sees; Draft changes it
-        self.oldest = torch.zeros_like(self.pos)         # the first one; first_kept after it
-        self.first_kept = tensor([seq.first_kept for seq, n in work for _ in range(n)])
         # how many rows of each sequence end at the handover, its first ones
         self.dropped = [max(0, min(n, seq.first_kept - seq.n_cached)) for seq, n in work]
         self.memory = {}                 # Engram layer -> its table's rows, by Transformer
@@ -735,27 +718,26 @@ class Batch:
 
 # == Ranks: experts shared out over torch.distributed ==============================================
 class Ranks:
-    """The processes that share the experts. One alone needs no process group."""
+    """The processes that share the experts, by nccl or gloo. One alone needs no process group."""
     def __init__(self, device="cpu", redundant=0, packed=False, shard_engram=False):
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
         self.device, self.redundant, self.packed = device, redundant, packed
         self.shard_engram = shard_engram and self.size > 1
         if self.size > 1 and not dist.is_initialized():
-            dist.init_process_group(timeout=timedelta(seconds=TIMEOUT))   # nccl for GPUs, gloo
+            self._call(dist.init_process_group, timeout=datetime.timedelta(seconds=TIMEOUT))
             atexit.register(dist.destroy_process_group)
 
-    def _call(self, collective, *args):
+    def _call(self, collective, *args, **kwargs):
         try:
-            return collective(*args)
+            return collective(*args, **kwargs)
         except RuntimeError as e:
             raise ConnectionError("lost another rank, which has ended or hangs") from e
 
     def any(self, flag):
         """Is the flag set on any rank? Every rank must ask."""
-        if self.size == 1:
-            return flag
-        flag = torch.tensor(int(flag), device=self.device)
-        self._call(dist.all_reduce, flag, dist.ReduceOp.MAX)
+        if self.size > 1:
+            flag = torch.tensor(int(flag), device=self.device)
+            self._call(dist.all_reduce, flag, dist.ReduceOp.MAX)
         return bool(flag)
 
     def gather(self, x):
@@ -793,8 +775,7 @@ def balance(loads, redundant, n_ranks):
     return bins
 
 # == Model: one forward for prefill, chunks, decode and verification ===============================
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """The checkpoint's tensors on their way into the model, and how to compute with them."""
     checkpoint: Checkpoint
     device: str
@@ -803,7 +784,6 @@ class Weights:
     lazy: bool                                   # dequantize at every use
     eps: float                                   # of every rms_norm
     fused: bool                                  # Triton kernels: matrices stay packed
-    rows: int                                    # the most of one step
     ranks: Ranks                                 # the processes that share the experts
 
     def vector(self, name):
@@ -858,9 +838,8 @@ class Attention:
         self.down = linear("wq_a", "wkv", norm=norm)
         self.wq = linear("wq_b", *["indexer.wq_b"] * scored)
         self.wo_a, self.wo_b = linear("wo_a", groups=c.o_groups), linear("wo_b")
-        self.side = linear(                      # the other readers of the sublayer's input
-            *["compressor.wkv"] * full, *["compressor.wgate"] * (full and plan.ratio == 2),
-            "indexer.weights_proj") if scored else None
+        latent = ["compressor.wkv", "compressor.wgate"][: plan.ratio * full]     # a pair has gates
+        self.side = linear(*latent, "indexer.weights_proj") if scored else None  # more readers of x
         if full:
             self.wk = linear("indexer.wk")
             self.norm, self.k_norm = (weights.vector(prefix + n) for n in (
@@ -883,9 +862,8 @@ class Attention:
         if not whole:
             return None
         if scored:
-            batch.selection[plan.index] = K.index(
-                qi, side[:, -c.index_n_heads :], batch, keys, plan.ratio, plan.candidates, c,
-                w.block)
+            batch.selection[plan.index] = K.index(qi, side[:, -c.index_n_heads :], batch, keys,
+                                                  plan.ratio, plan.candidates, c, w.block)
         L = c.sliding_window + c.dspark_block_size * (plan.mode == "draft")
         o = K.attention(q, self.sink, batch.slot, batch.newest, batch.oldest, L, window, latents,
                         batch.selection.get(plan.index_source), rotate, w.dtype)
@@ -898,7 +876,7 @@ class MoE:
         self.c, self.w, self.k, self.norm, self.prefix = c, weights, k, norm, prefix
         self.gate = Linear(prefix + "gate", weights, norm)
         self.bias = weights.vector(prefix + "gate.bias")
-        self.tickets = torch.zeros(-(-weights.rows // 16), dtype=torch.int32, device=weights.device)
+        self.tickets = torch.zeros(2**15, dtype=torch.int32, device=weights.device)    # ample
         self.loads = torch.zeros(n_experts, dtype=torch.int64, device=weights.device)
         self.place([1] * n_experts)
 
@@ -916,9 +894,8 @@ class MoE:
         self.up = [Linear(f"{n}w1 {n}w3", w) for n in names]
         self.down = [Linear(n + "w2", w) for n in names]
         if w.fused:                              # one tensor for all the routed experts
-            self.up, self.down = (
-                [torch.stack([m.w for m in part[:-1]]), torch.stack([m.scale for m in part[:-1]]),
-                 part[-1].w, part[-1].scale] for part in (self.up, self.down))
+            self.up, self.down = ([*map(torch.stack, zip(*((m.w, m.scale) for m in part[:-1]))),
+                                   part[-1].w, part[-1].scale] for part in (self.up, self.down))
 
     def __call__(self, x):
         """x fp32 [T, D] -> fp32 [T, k + 1, D], to be added in the router's order, shared last."""
@@ -960,11 +937,10 @@ class MoE:
 
 def token_classes(prompt, c):
     """Token id -> class int64 [V]: ids whose text is equal once normalized share a class."""
-    n = normalizers
-    normalize = n.Sequence([
-        n.NFKC(), n.NFD(), n.StripAccents(), n.Lowercase(), n.Replace(Regex(r"[ \t\r\n]+"), " "),
-        n.Replace(Regex("^ $"), "\ue000"), n.Strip(),     # a lone blank survives Strip
-        n.Replace("\ue000", " ")]).normalize_str
+    normalize = norms.Sequence([
+        norms.NFKC(), norms.NFD(), norms.StripAccents(), norms.Lowercase(),
+        norms.Replace(Regex(r"[ \t\r\n]+"), " "), norms.Replace(Regex("^ $"), "\ue000"),
+        norms.Strip(), norms.Replace("\ue000", " ")]).normalize_str      # a blank survives Strip
     classes, out = {}, []
     for i in range(c.vocab_size):
         text = prompt.whole.decode([i], skip_special_tokens=False)
@@ -981,11 +957,10 @@ class Engram:
         self.wkv = Linear(prefix + "wkv", weights)
         self.q_weight, self.k_weight = (weights.vector(f"{prefix}{n}_weight") for n in "qk")
         self.primes = torch.tensor(K.engram_primes(c)[plan.engram], device=self.w.device)
-        self.n_rows, flat = int(self.primes.sum()), self.primes.flatten()   # [N - 1, heads]
-        rows = c.engram_num_embeddings[plan.engram]
-        need(self.n_rows == rows, f"layer {plan.index}: the primes of its Engram table sum to "
-             f"{self.n_rows}, not to its {rows} rows")
-        self.offsets = (flat.cumsum(0) - flat).view_as(self.primes)         # each head its own rows
+        self.n_rows, total = c.engram_num_embeddings[plan.engram], int(self.primes.sum())
+        need(total == self.n_rows, f"layer {plan.index}: the primes of its Engram table sum to "
+             f"{total}, not to its {self.n_rows} rows")                    # each head has its own
+        self.offsets = self.primes.flatten().cumsum(0).view_as(self.primes) - self.primes
         self.multipliers = torch.tensor(K.engram_multipliers(c, plan.index), device=self.w.device)
 
     def __call__(self, h, y, mix, memory):
@@ -1044,23 +1019,47 @@ class Block:
 def rope_frequencies(c, compressed):
     """Radians a position, fp32 [r/2]: plain for ratio 0; another base and YaRN for ratio > 0.
     c: Config (rope_theta, compress_rope_theta, rope_scaling_*). YaRN scales frequencies only."""
-    r, scale = c.qk_rope_head_dim, c.rope_scaling_factor
-    theta = c.compress_rope_theta if compressed else c.rope_theta
+    r, theta = c.qk_rope_head_dim, c.compress_rope_theta if compressed else c.rope_theta
     f = theta ** -(torch.arange(0, r, 2, dtype=torch.float64) / r)
     if not compressed:
         return f.float()
-    def pair(turns):                            # the pair that turns so often in the old context
-        length = c.rope_scaling_original_max_position_embeddings
-        return r * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    low = max(math.floor(pair(c.rope_scaling_beta_fast)), 0)
-    high = min(math.ceil(pair(c.rope_scaling_beta_slow)), r - 1)
+    length = c.rope_scaling_original_max_position_embeddings
+    low, high = (r * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                 for turns in (c.rope_scaling_beta_fast, c.rope_scaling_beta_slow))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), r - 1)     # pairs with so many turns
     ramp = ((torch.arange(r // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return (f / scale * ramp + f * (1 - ramp)).float()
+    return (f / c.rope_scaling_factor * ramp + f * (1 - ramp)).float()
+
+class Graphs:
+    """CUDA graphs: the hundreds of launches of a small step, recorded once and started as one.
+    A graph is bound to its tensors, so it owns a Batch, which each step refills; there is one for
+    every number of rows and every power of two that bounds the longest sequence."""
+    def __init__(self):
+        self.held, self.pool = {}, None
+
+    def __call__(self, forward, batch, cache, blocks):
+        """-> what forward(batch, cache, blocks) returns; to run it twice writes the same rows."""
+        batch.reach = max(PAGE, 1 << (batch.reach - 1).bit_length())
+        key = cache, blocks[0], len(batch.pos), batch.reach
+        if key not in self.held:
+            forward(copy.deepcopy(batch), cache, blocks)         # compiles, which none may while
+            mine, graph = copy.deepcopy(batch), torch.cuda.CUDAGraph()               # recording
+            with torch.cuda.graph(graph, self.pool):
+                out = forward(mine, cache, blocks)
+            self.pool, entry = graph.pool(), (key, (graph, mine, out))
+            self.held = dict([*self.held.items(), entry][-64:])          # the last used are last
+        graph, mine, out = self.held[key] = self.held.pop(key)
+        mine.inputs.copy_(batch.inputs)
+        for layer, rows in batch.memory.items():
+            mine.memory[layer].copy_(rows)
+        graph.replay()
+        batch.features = [x.clone() for x in mine.features]      # graphs share their memory
+        return out.clone()
 
 class Transformer:
     """The backbone: embedding, blocks, norm, head."""
     def __init__(self, c, weights, progress=lambda *_: None):
-        self.c, self.w, self.blocks = c, weights, []
+        self.c, self.w, self.blocks, self.graphs = c, weights, [], None      # Graphs, if wanted
         self.embed = weights.checkpoint.packed("embed.weight").to(self.w.device)       # [V, D]
         for plan in c.layers:
             self.blocks.append(Block(c, plan, weights))
@@ -1068,18 +1067,22 @@ class Transformer:
         # past the last KV source, if it makes a latent a token, no layer writes but window rows
         last = next((p for p in c.layers[::-1] if p.mode == "full"), None)
         self.handover = last.index if last and last.ratio == 1 else None
-        self.norm = weights.vector("norm.weight")
-        self.head = Linear("head", weights)
+        self.head = Linear("head", weights, weights.vector("norm.weight"))
         self.frequencies = [rope_frequencies(c, x).to(self.w.device) for x in (False, True)]
 
     def hidden(self, batch, cache, blocks):
         """The batch through blocks -> fp32 [T, D], not yet normed, of the rows that it keeps."""
+        few = max((b - a for _, a, b, _ in batch.spans), default=RING) < RING     # as decode brings
+        if self.graphs and few and not any(batch.dropped):
+            return self.graphs(self._hidden, batch, cache, blocks)
+        return self._hidden(batch, cache, blocks)
+
+    def _hidden(self, batch, cache, blocks):
         plain, compressed = self.frequencies
         batch.rope = [K.rotation(batch.pos, plain), K.rotation(batch.pos, compressed),
                       K.rotation(batch.pos // 2 * 2, compressed)]
         h = F.embedding(batch.ids, self.embed).to(self.w.dtype)
         h, y, mix = h[:, None].repeat(1, self.c.hc_mult, 1), None, None
-        batch.memory = {b.attn.plan.index: b.engram.look_up(batch) for b in blocks if b.engram}
         for block in blocks:
             if block.attn.plan.index == self.handover and any(batch.dropped):
                 dropped, state, (h, y, mix) = batch.split(h, y, mix)
@@ -1094,13 +1097,10 @@ class Transformer:
 
     def __call__(self, batch, cache, last):
         """All rows of the batch go through; -> logits fp32 [n, V] of last[i] of each sequence."""
+        batch.memory = {b.attn.plan.index: b.engram.look_up(batch) for b in self.blocks if b.engram}
         x = self.hidden(batch, cache, self.blocks)
         rows = [i for n, (_, _, end, _) in zip(last, batch.spans) for i in range(end - n, end)]
-        return self.logits(x[rows], self.norm)
-
-    def logits(self, x, norm):
-        """x fp32 [n, D] -> fp32 [n, V]."""
-        return K.project(x, self.head, self.w.block, norm, self.w.eps)
+        return self.head(x if len(rows) == len(x) else x[rows])
 
 # == Draft: DSpark proposes tokens, the model judges them ==========================================
 class Draft:
@@ -1111,7 +1111,8 @@ class Draft:
         self.stages = [Block(c, plan, weights) for plan in c.stages]
         self.main_proj = Linear("mtp.0.main_proj", weights)
         self.main_norm = weights.vector("mtp.0.main_norm.weight")
-        self.norm = weights.vector(last + "norm.weight")
+        self.head = copy.copy(target.head)               # the model's, behind a norm of its own
+        self.head.norm = weights.vector(last + "norm.weight")
         self.markov_embed = weights.checkpoint.dequantized(
             last + "markov_head.embed", torch.bfloat16, weights.device)
         self.markov_head = Linear(last + "markov_head.head", weights)
@@ -1123,7 +1124,8 @@ class Draft:
         spans = zip(batch.spans, stand, batch.dropped)
         rows = batch.tensor([i for (_, a, *_), n, gone in spans for i in range(a, a + n - gone)])
         x = self.main_proj(torch.cat([x[rows] for x in batch.features], 1))                # [n, nD]
-        slot, pos, rotate = batch.slot[rows], batch.pos[rows], [t[rows] for t in batch.rope[0]]
+        slot, pos = batch.slot[rows], batch.pos[rows]
+        rotate = K.rotation(pos, self.target.frequencies[0])
         for stage in self.stages:
             a = K.project(x, stage.attn.down, self.w.block, self.main_norm, self.w.eps)
             K.queries(a, None, stage.attn.kv_norm, None, rotate, slot, pos,
@@ -1132,27 +1134,27 @@ class Draft:
     def propose(self, seqs, cache, choose):
         """-> per sequence: drafts (n ids), their logits [n, V], survival (n floats).
         A block is the anchor, the last id of a sequence, which has not been through the model, and
-        n - 1 noise ids, which stay in seq.drafts. choose(seq, logits [V], position) -> id.
+        n - 1 noise ids, which stay in seq.drafts. choose(seq, logits [V], j) -> j-th id, int64.
         Survival: the estimated chance that a draft and all before it are accepted."""
         n = self.c.dspark_block_size
         for seq in seqs:
             seq.drafts = [self.c.dspark_noise_token_id] * (n - 1)
             cache.open(seq, n)           # its own rows stand there until commit writes over them
         batch = Batch([(seq, n) for seq in seqs], self.w.device)
-        batch.newest = batch.pos.view(len(seqs), n)[:, -1:].repeat(1, n).flatten()     # both ways
+        batch.newest.view(len(seqs), n)[:] = batch.pos.view(len(seqs), n)[:, -1:]     # both ways
         raw = self.target.hidden(batch, cache, self.stages)
         if not seqs:                                     # it only lent its experts to other ranks
             return [], [], []
-        base, raw = (t.unflatten(0, (-1, n)) for t in (self.target.logits(raw, self.norm), raw))
-        drafts, logits, sure = [[seq.ids[-1]] for seq in seqs], [], []
+        base, raw = (t.unflatten(0, (-1, n)) for t in (self.head(raw), raw))
+        tokens, logits = [batch.ids[::n]], []
         for j in range(n):                               # the only part that is sequential
-            m = self.markov_embed[[d[-1] for d in drafts]]
+            m = self.markov_embed[tokens[-1]]
             logits.append(base[:, j] + self.markov_head(m.to(self.w.dtype)))
-            sure.append(K.sigmoid(self.confidence(torch.cat([raw[:, j], m.float()], 1)))[:, 0])
-            for seq, d, row in zip(seqs, drafts, logits[-1]):
-                d.append(choose(seq, row, len(seq.ids) + j))
-        survival = torch.stack(sure, 1).cumprod(1).tolist()
-        return [d[1:] for d in drafts], torch.stack(logits, 1), survival
+            tokens.append(torch.stack([choose(seq, x, j) for seq, x in zip(seqs, logits[-1])]))
+        m = self.markov_embed[torch.stack(tokens[:n], 1)].float()
+        sure = K.sigmoid(self.confidence(torch.cat([raw, m], 2).flatten(0, 1))).view(-1, n)
+        drafts = torch.stack(tokens[1:], 1).tolist()     # here a GPU is waited for
+        return drafts, torch.stack(logits, 1), sure.cumprod(1).tolist()
 
 # == Engine: requests in, tokens out ===============================================================
 @dataclass(frozen=True)
@@ -1203,7 +1205,7 @@ class Engine:
     @classmethod
     def load(cls, folder, device=None, dtype=None, deterministic=False, lazy=None, max_batch=8,
              max_pages=None, chunk=512, speculate=True, replay=True, progress=lambda *_: None,
-             redundant=0, packed=False, shard_engram=False):
+             redundant=0, packed=False, shard_engram=False, graphs=True):
         """An Engine for the checkpoint in `folder` (a local path, the published layout).
         dtype: of activations, default bf16 on a GPU, fp32 on a CPU. deterministic: a row's bits do
         not depend on the other rows (at one number of threads). lazy: dequantize and check weights
@@ -1212,7 +1214,8 @@ class Engine:
         2 GiB. chunk: most rows of one step. speculate: judge all drafts (True), at most so many, as
         many as pay ("confidence") or none. replay: only the last tokens of a prompt go past the
         handover, a window (True) or so many; False is exact. Ranks (torchrun) share the experts:
-        redundant copies of the busiest; packed: sent as FP8; shard_engram: tables shared too."""
+        redundant copies of the busiest; packed: sent as FP8; shard_engram: tables shared too.
+        graphs: on a GPU without other ranks, CUDA graphs for decode steps and drafts."""
         for name, x in (("max_batch", max_batch), ("chunk", chunk),
                         ("max_pages", 1 if max_pages is None else max_pages)):
             need(type(x) is int and x >= 1, f"{name} is {x!r}, not a whole number from 1")
@@ -1224,9 +1227,8 @@ class Engine:
         need(device == "cpu" or K.triton and torch.cuda.get_device_capability(device) >= (8, 9),
              f"device is {device!r}: the kernels need triton, and a GPU that has FP8")
         ranks = Ranks(device, redundant, packed, shard_engram)
-        if device == "cuda" and ranks.size > 1:
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-        if device.startswith("cuda:"):
+        device += f":{os.environ['LOCAL_RANK']}" if device == "cuda" and ranks.size > 1 else ""
+        if ":" in device:
             torch.cuda.set_device(device)                # where Triton launches
         dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
         need(dtype in (torch.float32, torch.bfloat16), f"dtype is {dtype}, not float32 or bfloat16")
@@ -1235,10 +1237,9 @@ class Engine:
         n = cfg.dspark_block_size if speculate is True or not cfg.stages else speculate
         need(n == "confidence" or n <= cfg.dspark_block_size < RING, f"speculate is {n}: a block "
              f"holds {cfg.dspark_block_size} drafts here, and a step at most {RING - 1}")
-        W = cfg.sliding_window
-        replay = W if replay is True else replay
-        good = type(replay) in (bool, int) and (not replay or replay >= W)
-        need(good, f"replay is {replay!r}, not True, False or at least the window's {W} tokens")
+        replay, W = cfg.sliding_window if replay is True else replay, cfg.sliding_window
+        need(replay is False or type(replay) is int and (replay == 0 or replay >= W),
+             f"replay is {replay!r}, not True, False or at least the window's {W} tokens")
         if lazy is None:                         # do the weights fit, with a fifth to spare?
             there = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu"
                      else torch.cuda.mem_get_info()[1])
@@ -1252,13 +1253,12 @@ class Engine:
         digest = hashlib.sha256(repr(same).encode()).digest()
         need(len({*ranks.gather(digest)}) == 1, "the ranks' checkpoints or settings differ")
         weights = Weights(checkpoint, device, dtype, 16 if deterministic else None,
-                          lazy, cfg.rms_norm_eps, K.FUSED or device != "cpu",
-                          max(chunk, max_batch * cfg.dspark_block_size), ranks)
+                          lazy, cfg.rms_norm_eps, K.FUSED or device != "cpu", ranks)
         model = Transformer(cfg, weights, progress)
+        model.graphs = Graphs() if graphs and device != "cpu" and ranks.size == 1 else None
         draft = Draft(cfg, weights, model) if n and cfg.stages else None
         return cls(cfg, model, draft, n, prompt, max_batch, max_pages, chunk, replay)
 
-    # -- requests ---------------------------------------------------------------------------------
     def _sequence(self, prompt, params=None):
         """A checked, not yet admitted Sequence; without params it will not be sampled from."""
         good = isinstance(prompt, (str, list, tuple))
@@ -1352,7 +1352,7 @@ class Engine:
         judged = [(1 + len(s.drafts)) * (s.n_cached + n == len(s.ids + s.drafts)) for s, n in work]
         start = time.perf_counter()
         batch, logits = self._run(work, judged)
-        made = [self._judge(seq, x) for (seq, _), x in zip(work, logits.split(judged))]
+        made = self._judge([seq for seq, _ in work], judged, logits)
         self.seconds["forward"] += time.perf_counter() - start   # a GPU is waited for in _judge
         self._commit(batch, work, [n - x + len(new)              # rejected drafts do not stand
                                    for (_, n), x, new in zip(work, judged, made)])
@@ -1369,9 +1369,9 @@ class Engine:
         seqs = [s for s in seqs if room[s]]
         if not self.ranks.any(bool(seqs)):
             return
-        def choose(seq, logits, pos):                    # with its own noise, or the target's
-            p = seq.params
-            return K.sample(logits, p.temperature, 1.0, p.seed, pos, int(p.verify == "rejection"))
+        def choose(seq, logits, j):                      # with its own noise, or the target's
+            p, at = seq.params, len(seq.ids) + j
+            return K.sample(logits, p.temperature, 1.0, p.seed, at, int(p.verify == "rejection"))
         drafts, logits, survival = self.draft.propose(seqs, self.cache, choose)
         for seq, ids, x, s in zip(seqs, drafts, logits, survival):
             n = self._worth(s, len(seqs)) if self.n_drafts == "confidence" else self.n_drafts
@@ -1412,18 +1412,23 @@ class Engine:
         self._commit(batch, work, [n for _, n in work])
         return logits
 
-    def _judge(self, seq, logits):
-        """logits [1 + drafts, V] (or [0, V]) -> the accepted drafts and one token of the model."""
-        p, new = seq.params, []
-        need(logits.isfinite().all(), "the logits are not finite: the checkpoint is damaged")
-        for i, (row, draft) in enumerate(zip(logits, [*seq.drafts, None])):
-            draw = (p.temperature, p.top_p, p.seed, len(seq.ids) + i)
-            by_rule = draft is not None and p.temperature and p.verify == "rejection"
-            new.append(K.accept(row, seq.proposals[i], draft, *draw) if by_rule else
-                       K.sample(row, *draw))
-            if new[-1] != draft:
-                break
-        return new
+    def _judge(self, seqs, judged, logits):
+        """logits [sum of judged, V], 1 + drafts (or 0) of each -> accepted drafts and one token."""
+        picks, made = [logits.isfinite().all().long()], []
+        for seq, rows in zip(seqs, logits.split(judged)):
+            p = seq.params
+            for i, (row, draft) in enumerate(zip(rows, [*seq.drafts, None])):
+                draw = (p.temperature, p.top_p, p.seed, len(seq.ids) + i)
+                by_rule = draft is not None and p.temperature and p.verify == "rejection"
+                picks.append(K.accept(row, seq.proposals[i], draft, *draw) if by_rule else
+                             K.sample(row, *draw))
+        finite, *picks = torch.stack(picks).tolist()     # here a GPU is waited for, once
+        need(finite, "the logits are not finite: the checkpoint is damaged")
+        for seq, x in zip(seqs, judged):
+            new, picks = picks[:x], picks[x:]
+            n = next((i for i, (a, b) in enumerate(zip(new, seq.drafts)) if a != b), len(new))
+            made.append(new[: n + 1])
+        return made
 
     def _emit(self, seq, new):
         """Append new ids up to the one that ends seq; -> how many of them."""
@@ -1439,7 +1444,6 @@ class Engine:
                 break
         return i + 1
 
-    # -- the public calls -------------------------------------------------------------------------
     def logits(self, ids, chunks=None):
         """Exact prefill of a fresh sequence: ids [n] -> logits fp32 [n, V] of every position.
         chunks: sizes that sum to n, to cut the prompt there. Image ids are taken as text tokens."""
@@ -1462,14 +1466,9 @@ class Engine:
         params = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
         need(len(params) == len(prompts), f"{len(prompts)} prompts but {len(params)} params")
         seqs = [self._sequence(p, q or SamplingParams()) for p, q in zip(prompts, params)]
-        seqs = seqs[self.ranks.rank :: self.ranks.size]  # this rank's
-        self.waiting.extend(seqs)                        # only once all of them were accepted
-        try:
-            while self.ranks.any(self._unfinished(seqs)):
-                self.step()
-        finally:
-            for seq in seqs:
-                self.cancel(seq)
+        seqs = seqs[self.ranks.rank :: self.ranks.size]  # this rank's, once all were accepted
+        for _ in self._steps(seqs):
+            pass
         made = self.ranks.gather([Output(s.new, s.text, s.finish_reason, s.stats()) for s in seqs])
         return [made[i % len(made)][i // len(made)] for i in range(len(prompts))]
 
@@ -1478,24 +1477,24 @@ class Engine:
         return self._pieces(self._sequence(prompt, params or SamplingParams()))
 
     def _pieces(self, seq):
-        self.waiting.append(seq)
         shown = 0
-        try:                                             # another caller's step may move it, end it
-            while self.ranks.any(self._unfinished([seq])):
-                self.step()
-                new, shown = seq.text[shown:], len(seq.text)
-                if new:
-                    yield new
-            if seq.text[shown:]:
-                yield seq.text[shown:]
-        finally:
-            self.cancel(seq)
+        for _ in self._steps([seq]):
+            new, shown = seq.text[shown:], len(seq.text)
+            if new:
+                yield new
 
-    def _unfinished(self, seqs):
-        """Does any of them still run? Raises where another caller's step has failed for them."""
-        if any(s.finish_reason == "error" for s in seqs):
-            raise RuntimeError("a step that another call made has failed and ended this request")
-        return not all(s.finish_reason for s in seqs)
+    def _steps(self, seqs):
+        """Queue seqs and step until all have ended; closed before that, it takes them out."""
+        self.waiting.extend(seqs)
+        try:
+            while self.ranks.any(not all(s.finish_reason for s in seqs)):
+                yield self.step()
+            need(all(s.finish_reason != "error" for s in seqs), "a step that another call made has "
+                 "failed and ended this request", RuntimeError)
+            yield                                        # another caller's step may have ended them
+        finally:
+            for seq in seqs:
+                self.cancel(seq)
 
 # == Main: the command line ========================================================================
 def progress(what, done, of):
@@ -1525,7 +1524,8 @@ def arguments(argv):
     add("--redundant-experts", type=int, default=0, metavar="R", help="copies of R experts (0)")
     for flag, text in {
             "chat": "wrap the prompt in the chat encoding", "think": "with --chat: reason first",
-            "no-speculate": "make no drafts", "no-replay": "exact prefill of long prompts",
+            "no-speculate": "make no drafts", "no-graphs": "launch kernel by kernel",
+            "no-replay": "exact prefill of long prompts",
             "deterministic": "the same bits in any company", "lazy": "dequantize weights at use",
             "pack-dispatch": "send tokens to experts as FP8", "stats": "print counts and speed",
             "shard-engram": "a rank reads its table rows only", "plan": "print sizes, open no file",
@@ -1558,7 +1558,7 @@ def run(args):
                          max_batch=1, speculate=not args.no_speculate and args.drafts,
                          replay=not args.no_replay, redundant=args.redundant_experts,
                          packed=args.pack_dispatch, shard_engram=args.shard_engram,
-                         progress=progress)
+                         graphs=not args.no_graphs, progress=progress)
     if weight_bytes(engine.cfg, torch.float32) < 2**28:
         torch.set_num_threads(1)                 # on small tensors a second thread only costs
     chat = [{"role": "user", "content": args.prompt}]

@@ -418,9 +418,8 @@ def test_size(name, most):
     text = (HERE / name).read_text()
     assert text.count("\n") <= most and not [line for line in text.splitlines() if len(line) > 100]
     tree = ast.parse(text)
-    lengths = [x.end_lineno - x.lineno + 1 for x in ast.walk(tree)
-               if isinstance(x, ast.FunctionDef)]
-    assert max(lengths) <= 60 and sum(lengths) / len(lengths) <= 15
+    sizes = [x.end_lineno - x.lineno + 1 for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+    assert max(sizes) <= 60 and sum(sizes) / len(sizes) <= 15
     named = [x for y in (tree, *tree.body) if isinstance(y, (ast.Module, ast.ClassDef))
              for x in y.body if isinstance(x, (ast.FunctionDef, ast.ClassDef))]
     assert not [x.name for x in named if x.name[0] != "_" and not ast.get_docstring(x)]
@@ -509,31 +508,28 @@ def ids(kv=(2, 5), index=(2, 5, 6), cand=5):
 
 R8, FP8 = [0, 0, 2, 2, 2, 1, 1, 1, 0, 0, 0], "quantization_config"
 BAD_VALUES = [("compress_ratios", R8[:-1], "has 10 entries, layers and"), ("hc_mult", 0, "is 0"),
-    ("compress_ratios", [False] + R8[1:], "is (False, "), ("hidden_size", "128", "is '128'"),
+    ("compress_ratios", [0.0] + R8[1:], "is (0.0, 0, "), ("hidden_size", "128", "is '128'"),
     ("head_dim", 80, "80 is not a multiple of 32"), ("qk_rope_head_dim", 66, "66 is beyond head_"),
     ("index_head_dim", 48, "48 is not a multiple of 32"), ("sliding_window", -1, "is -1"),
     ("moe_intermediate_size", 72, "72 is not a multiple of 32"), ("hc_mult", True, "is True"),
     ("qk_rope_head_dim", 15, "15 is not a multiple of 2"), ("rope_theta", math.inf, "is inf, not"),
     ("num_experts_per_tok", 13, "13 is beyond n_routed"), ("norm_topk_prob", False, "is False"),
     ("dspark_noise_token_id", 512, "512 is beyond vocab"), ("bos_token_id", 7, "is both 0 and 7"),
-    ("hidden_act", "gelu", "is 'gelu'; this engine computes 'silu' only"),
+    ("hidden_act", "gelu", "is 'gelu'; this engine"), ("index_topk", 5000, "5000 is beyond max_p"),
     ("rope_scaling", {"rope_type": "linear"}, ".rope_type is 'linear'"),
-    ("engram_num_embeddings", [4064.0, 0], "is (4064.0, 0), not a list of integers"),
     ("n_routed_experts", 2**40, "is 1099511627776, not an integer"),
-    ("index_topk", 5000, "5000 is beyond max_position_embeddings 4096"),
     ("vision_config", {"num_hidden_layers": "2"}, "is {'model_type'"),
     (FP8, {"weight_block_size": [128, 128]}, ".weight_block_size is (128, 128)")]
 BAD_CONFIGS = [(ids((3, 5), (3, 5, 6)), "layer 2 reads compressed KV before any KV source"),
-    (ids((3, 5)), "layer 2 reads compressed KV before"), (ids((2, 5, 8)), "within 0..7"),
+    (ids((2, 5, 8)), "within 0..7"), (ids(cand=2), "layer 5 scores the keys of layer 5"),
     (ids(index=(2, 6), cand=6), "layer 5 is a KV source but no index source"),
-    (ids(cand=7), "source 7 is no index"), (ids(cand=2), "layer 5 scores the keys of layer 5"),
+    (ids(cand=7), "source 7 is no index"), (dict(index={"topk": 8}), "unknown key 'index'"),
     (ids((2,), (2,), None), "layer 5 has ratio 1, not layer 2's"),
     (ids((1, 2, 5), (1, 2, 5, 6)), "layer 1 is listed as a source but has ratio 0"),
     (ids(index=(5, 2, 6)), "index_source_layer_ids [5, 2, 6] must ascend"),
     (dict(compress_ratios=[0, 0, 3] + R8[3:]), "layer 2 has compress ratio 3"),
     (dict(compress_ratios=R8[:-1] + [1]), "a draft stage must have compress ratio 0"),
-    (dict(o_groups=3), "num_attention_heads 8 is not a multiple of 3"),
-    (dict(x_y=1), "unknown key 'x_y'"), (dict(index={"topk": 8}), "unknown key 'index'"),
+    (dict(o_groups=3), "heads 8 is not a multiple of 3"), (dict(x_y=1), "unknown key 'x_y'"),
     (dict(engram_num_embeddings=[4064]), "2 engram layers but 1 engram_num_embeddings"),
     *(({key: value}, f"{key} {reason}".replace(" .", ".")) for key, value, reason in BAD_VALUES)]
 
@@ -569,16 +565,10 @@ def nan_scale(name):
     return lambda t: t[name].view(torch.uint8).__setitem__(slice(None), 0xFF)
 
 BAD_TENSORS = [(lambda t: t.pop("layers.3.attn.wo_b.scale"), "missing layers.3.attn.wo_b.scale"),
-    (lambda t: t.pop("mtp.1.ffn.gate.bias"), "missing mtp.1.ffn.gate.bias"),
     (lambda t: t.update({"layers.8.x": torch.zeros(1)}), "unexpected layers.8.x"),
-    (lambda t: t.update({"layers.5.attn.compressor.wgate.weight": torch.zeros(64, 128).bfloat16()}),
-     "unexpected layers.5.attn.compressor.wgate.weight"),            # ratio 1 has no gate
-    (lambda t: t.update({"norm.weight": torch.ones(64).bfloat16()}),
-     "norm.weight is BF16 [64], expected BF16 [128]"),
     (lambda t: t.update({"layers.0.attn.wq_b.scale": torch.ones(4, 1).to(K.E8M0)}),   # 128 wide
      "layers.0.attn.wq_b.scale is F8_E8M0 [4, 1], expected F8_E8M0 [16, 2]"),
     (lambda t: t.update({"norm.weight": torch.ones(128)}), "norm.weight is F32 [128], expected"),
-    (nan_scale("layers.4.attn.wkv.scale"), "layers.4.attn.wkv: its scale holds byte 0xFF"),
     (nan_scale("layers.7.ffn.experts.11.w2.scale"), "layers.7.ffn.experts.11.w2: its scale"),
     (lambda t: t["layers.0.ffn.gate.bias"].fill_(math.nan), "layers.0.ffn.gate.bias holds NaN"),
     (lambda t: t["layers.1.attn.attn_sink"].fill_(math.inf), "layers.1.attn.attn_sink holds NaN"),
@@ -652,7 +642,7 @@ peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0
 small = nf.Engine.load({small!r})
 small.logits([5] * 40)
 base = peak()           # what the libraries take; `small` stays, so that no memory is used again
-logits = nf.Engine.load({folder!r}, lazy={lazy}).logits(list(range(40, 80)))
+logits = nf.Engine.load({folder!r}, lazy={lazy}).logits(list(range(40, 56)))
 print(peak() - base, *logits.double().sum(1).tolist())
 """
 
@@ -669,10 +659,8 @@ def test_bits_on_four_threads(request):
     assert torch.equal(whole, engine.logits(ids, [17] * 8 + [1]))          # a block and a row
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads peak memory from /proc")
-def test_lazy_gives_the_same_bits_in_the_memory_of_the_plan(tmp_path, engine):
+def test_lazy_gives_the_same_bits_in_the_memory_of_the_plan(tmp_path):
     """--lazy keeps what it dequantized, or computes something else (F47)."""
-    lazy = nf.Engine.load(GOLDEN, lazy=True, deterministic=True)
-    assert torch.equal(lazy.logits(IDS["rand37"]), engine.logits(IDS["rand37"]))
     variant(tmp_path, 4, num_hidden_layers=4, **ids((2,), (2,), 2), engram_layer_ids=[1],
             moe_intermediate_size=2048, n_routed_experts=15)
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}         # glibc: free gives memory back
@@ -741,7 +729,7 @@ def golden_parts(name):
     """(name of an intermediate, its golden value) of one sequence."""
     for key, want in G.items():
         part = key.removeprefix(f"{name}.")
-        if part != key and not re.search(r"ids$|logits|margin|features", part):
+        if part != key and not re.search(r"ids$|logits|margin", part):
             yield part, want
 
 @cases("name", SEQUENCES)
@@ -754,8 +742,6 @@ def test_reference_is_golden(name, reference):
     for part, want in golden_parts(name):
         got = trace[part][:, : want.shape[1]] if "topk" in part else trace[part]
         assert torch.allclose(got.double(), want.double(), rtol=0, atol=1e-5), part
-    if name == "rand37":
-        assert torch.allclose(trace["features"], G["rand37.features"], rtol=0, atol=1e-5)
 
 @torch.enable_grad()
 def test_reference_takes_images_and_gradients(reference):
@@ -810,7 +796,9 @@ def spy(engine, monkeypatch):
         watch(K, method, record)
     watch(nf.Engram, "rows", lambda out, me, rows: {
         "hash_ids": torch.stack([seen["hash_ids"], rows], 1) if "hash_ids" in seen else rows})
-    watch(engine.model, "logits", lambda out, x, norm: {"final_norm": K.rms_norm(x, norm, 1e-20)})
+    watch(engine, "_run", lambda out, *_: {"features": torch.cat(out[0].features, 1)})
+    watch(engine.model, "hidden", lambda out, *_: {
+        "final_norm": K.rms_norm(out, engine.model.head.norm, 1e-20)})
     return seen
 
 @cases("name", SEQUENCES)
@@ -819,7 +807,7 @@ def test_engine_is_golden(name, engine, plain, monkeypatch):
     so even 200 tokens hold 1e-4); two faults that cancel in the logits, wrong selections."""
     for logits in (engine.logits(IDS[name]), plain.logits(IDS[name])):
         assert logits.dtype == torch.float32 and (logits - G[f"{name}.logits"]).abs().max() < 1e-4
-    seen, n, cache, checked = spy(engine, monkeypatch), len(IDS[name]), engine.cache, 0
+    seen, n, cache = spy(engine, monkeypatch), len(IDS[name]), engine.cache
     with Run(engine, IDS[name]) as run:
         run.feed(n)
         for i, ratio in ((2, 2), (5, 1)):
@@ -836,8 +824,7 @@ def test_engine_is_golden(name, engine, plain, monkeypatch):
             got = torch.where((got[:, want.shape[1] :] == -1).all(), got[:, : want.shape[1]], -2)
         exact = re.match("cand|topk|hash_ids|route_experts|compressed_kv|index_keys", part)
         assert torch.allclose(got.double(), want.double(), rtol=0, atol=0 if exact else 1e-5), part
-        checked += 1
-    assert checked >= (60 if name == "rand37" else 3)
+    assert len(dict(golden_parts(name))) >= (60 if name == "rand37" else 3)
 
 def test_trace(engine, monkeypatch, tmp_path):
     """A trace that changes the text, or tells of another row, layer, expert or size."""
@@ -899,22 +886,6 @@ def test_engram_addresses(engine):
         want += [rolling % int(p) + int(o) for p, o in zip(primes[n - 1], offsets[n - 1]) if n]
     got = K.ngram_rows(torch.tensor([classes]), torch.tensor(mult), primes, offsets)
     assert got[0].tolist() == want
-
-def test_ngrams_cross_every_seam(engine, monkeypatch):
-    """The history starts afresh at a chunk or belongs to a batch mate (F32)."""
-    rows, inner = [], nf.Engram.rows
-    monkeypatch.setattr(nf.Engram, "rows", lambda me, i: (rows.append(i), inner(me, i))[1])
-    tokens = IDS["text37"][:12]
-    with Run(engine, tokens) as run:
-        run.feed(12)
-    whole = rows[:2]
-    for cut in range(1, 12):
-        with Run(engine, tokens) as run:
-            run.feed(cut, 12 - cut)
-        assert all(torch.equal(torch.cat([rows[i - 4], rows[i - 2]]), whole[i]) for i in (0, 1))
-    with Run(engine, IDS["rand37"]) as a, Run(engine, tokens) as b:
-        engine._forward([(a.seq, 9), (b.seq, 12)])
-    assert all(torch.equal(rows[i - 2][9:], whole[i]) for i in (0, 1))
 
 def test_index_scores_and_their_storage():
     """ReLU missing or after the sum (+3 and -3 give 3); a layout written and read apart (F12)."""
@@ -1182,13 +1153,72 @@ def test_engine_on_kernels_is_golden(folder, n, steps):
             logits = run.feed(n, *[1] * steps)
             run.seq.ids = run.seq.ids[: n + steps + 1]
             drafts, proposals, survival = engine.draft.propose(
-                [run.seq], engine.cache, lambda seq, row, pos: int(row.argmax()))
+                [run.seq], engine.cache, lambda seq, row, j: row.argmax())
         return logits, torch.tensor(drafts), proposals, torch.tensor(survival)
     want = list(run(nf.Engine.load(folder, device="cpu")))
     want[0] = G["rand37.logits"][: n + steps] if folder == GOLDEN else want[0]
     with interpreted():
         got = run(nf.Engine.load(folder, device="cpu"))
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(got, want))
+
+class Tape(TorchDispatchMode):
+    """torch.cuda.CUDAGraph and torch.cuda.graph, on a CPU: notes operations and the tensors that
+    they got, and runs them again. What waits for the device or brings data to it is refused."""
+    def __init__(self):
+        super().__init__()
+        self.tape, self.used, self.made, self.pool = [], set(), set(), lambda: None      # storages
+
+    def _note(self, call, args, kwargs, out=None):
+        self.tape.append((call, args, kwargs, out))
+        for refs, x in (self.used, (args, kwargs)), (self.made, out):
+            refs |= {torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage())
+                     for t in torch.utils._pytree.tree_leaves(x) if torch.is_tensor(t)}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert not re.match("_local_scalar|nonzero|_unique|lift_fresh", op.__name__), op
+        out, fresh = op(*args, **kwargs or {}), not any(r.alias_info for r in op._schema.returns)
+        if op._schema.is_mutable or fresh:
+            self._note(op, args, kwargs or {}, out if fresh else None)
+        return out
+
+    def replay(self):
+        """As CUDAGraph.replay."""
+        for call, args, kwargs, out in self.tape:
+            again = call(*args, **kwargs)
+            if out is not None and "empty" not in call.__name__:
+                out.copy_(again)
+
+def test_graphs(monkeypatch):
+    """A graph that keeps a step's positions, index width or table rows for the next one, or waits
+    for the device; memory that is freed, or states that a later replay writes over."""
+    with interpreted():
+        kernel = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+        launch, modes = kernel.run, torch.utils._python_dispatch
+        def run(*args, **options):
+            tape = modes._get_current_dispatch_mode()
+            with modes._disable_current_modes():
+                launch(*args, **options)
+            if tape:
+                tape._note(launch, args, options)
+        monkeypatch.setattr(kernel, "run", run)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+        monkeypatch.setattr(torch.cuda, "graph", lambda tape, pool: tape)
+        engine, got, want = nf.Engine.load(GOLDEN, device="cpu", max_batch=2), [], []
+        model, cache, graphs = engine.model, engine.cache, nf.Graphs()
+        blocks = [model.blocks[i] for i in (1, 5)]       # Engram; compressor, index, handover
+        cache.global_table[:] = cache.window_table[:] = torch.arange(2)[:, None]
+        for pool in (*cache.window, *cache.latents.values(), *cache.keys.values()):
+            pool.rows.random_(64)
+        for spans in ([(0, 1, 40), (1, 1, 9)], [(1, 1, 60), (0, 1, 11)]):
+            batch = step(*spans)
+            batch.memory = {1: torch.randn(2, 64)}
+            again = copy.deepcopy(batch)
+            got += graphs(model._hidden, batch, cache, blocks), *batch.features
+            want += model._hidden(again, cache, blocks), *again.features
+        assert len(got) == 4 and all(map(same_bits, got, want))
+    (tape, *_), = graphs.held.values()
+    tape.tape.clear()
+    assert tape.used - tape.made and not any(x.expired() for x in tape.used - tape.made)
 
 @pytest.mark.long
 @cases("target", ["90", "100", "120", "gfx950"])
@@ -1220,11 +1250,15 @@ def test_every_next_piece(engine):
 
 @cases("name, n_cuts", [("text200", 12), LONG("text200", 100), LONG("rand200", 100)])
 def test_random_cuts(name, n_cuts, engine):
-    """A seam at a page, window or ratio boundary, with window pages freed on the way."""
+    """A seam at a page, window or ratio boundary, with window pages freed on the way; a buffer of
+    a prompt that ends around a page is sized by a wrong ratio, or off by one (F02, F08, F11)."""
     n, pick = len(IDS[name]), random.Random(name)
     assert torch.equal(engine.logits(IDS[name], [130, 69, 1]), engine.logits(IDS[name]))
     with Run(engine, IDS[name]) as run:
         whole, want = run.feed(n), state(engine.cache, run.seq)
+    for length in (25, 26, *range(127, 131)):            # 24 groups fill the candidate blocks
+        poison(engine)
+        assert torch.equal(engine.logits(IDS[name][:length]), whole[:length]), length
     for _ in range(n_cuts):
         sizes = []
         while sum(sizes) < n:
@@ -1233,23 +1267,6 @@ def test_random_cuts(name, n_cuts, engine):
         with Run(engine, IDS[name]) as run:
             assert torch.equal(run.feed(*sizes), whole), sizes
             assert state(engine.cache, run.seq) == want, sizes
-
-def continued(engine, reference, prompt, n=8):
-    """The next n greedy tokens of the engine, each of which is the reference's own."""
-    new = engine.generate([prompt], endless(n))[0].ids
-    logits = reference.forward(torch.tensor(prompt + new))[len(prompt) - 1 : -1]
-    assert logits.argmax(1).tolist() == new
-    return new
-
-def test_lengths_around_every_threshold(engine, reference):
-    """A buffer sized by a wrong ratio, a boundary off by one, decoding too (F02, F08, F11, F14)."""
-    for n in (*range(1, 10), *range(15, 20), *range(23, 27), *range(127, 131)):
-        tokens = IDS["text200"][:n]
-        poison(engine)
-        error = engine.logits(tokens)[-1] - reference.forward(torch.tensor(tokens))[-1]
-        assert error.abs().max() < 1e-4, n
-    for n in (1, 2, 3, 6):
-        continued(engine, reference, IDS["rand37"][:n])
 
 def test_who_sees_what(tmp_path, engine):
     """A row sees its unfinished group, the future (F06, F07), or not just a window of 8 (F18)."""
@@ -1286,7 +1303,7 @@ def test_other_shapes(shape, tmp_path, monkeypatch):
 
 # -- Batches, pages, requests --------------------------------------------------------------------
 def test_batch_mates_change_no_bit(engine):
-    """Neighbours change the text (F26, F44): alone, with seven others in any order, or later."""
+    """Neighbours change the text (F26, F32, F44): alone, with seven in any order, or later."""
     prompts = [IDS[s] for s in SEQUENCES if s != "rand200"]          # which holds an image id
     prompts += [IDS["text37"][:9], IDS["text200"][9:]]
     params = [endless(6 + i, i % 3 * 0.7, 0.9, seed=i) for i in range(8)]
@@ -1330,7 +1347,10 @@ def test_random_schedules(n_schedules, reference, monkeypatch):
     pick, texts, made, propose = random.Random(11), [], 8, engine.draft.propose
     for n in (1, 2, 3, 9, 30, 60, 123, 125, 127, 128, 140):
         prompt = IDS["text200"][n % 7 : n % 7 + n]
-        texts.append((prompt, continued(engine, reference, prompt, made)))
+        new = engine.generate([prompt], endless(made))[0].ids
+        logits = reference.forward(torch.tensor(prompt + new))[n - 1 : -1]
+        assert logits.argmax(1).tolist() == new              # each is the reference's own
+        texts.append((prompt, new))
     truth, released = {tuple(a): b for a, b in texts}, []
     script(engine, monkeypatch, lambda seq: truth[tuple(seq.ids[: seq.n_prompt])],
            lambda seq: pick.randint(0, 5))
@@ -1385,16 +1405,13 @@ def test_window_pages_are_freed_on_the_way(engine):
             first_seen = run.seq.n_cached - engine.cache.W            # by the draft
             assert len(run.seq.window) <= 2 and min(run.seq.window) == first_seen // nf.PAGE
 
-@cases("error", [RuntimeError, KeyboardInterrupt])
-def test_errors_give_pages_back(error, engine, monkeypatch):
+def test_errors_give_pages_back(engine, monkeypatch):
     """A forward that fails in the middle keeps its pages, or the next request reads its state."""
-    def fail(*_):
-        raise error("injected")
-    inner = nf.MoE.__call__
+    fail, inner = mock.Mock(side_effect=KeyboardInterrupt), nf.MoE.__call__   # is no Exception
     calls = itertools.chain([inner] * 30, [fail], itertools.repeat(inner))
     monkeypatch.setattr(nf.MoE, "__call__", lambda *args: next(calls)(*args))
     seqs = [engine.submit(IDS[s]) for s in ("rand37", "text37")]
-    with pytest.raises(error, match="injected"):
+    with pytest.raises(KeyboardInterrupt):
         while engine.step():
             pass
     assert_all_free(engine)
@@ -1447,25 +1464,21 @@ def test_bad_calls_are_refused(engine):
     assert engine.generate([]) == []
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes, other than views of the cache."""
-
-    def __init__(self, cache):
-        super().__init__()
-        pools = *cache.window, *cache.latents.values(), *cache.keys.values()
-        self.size, self.known = 0, {pool.rows.data_ptr() for pool in pools}
+    """Notes the largest tensor that any operation makes or views."""
+    size = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.known:
-                self.size = max(self.size, t.numel())
+            self.size = max(self.size, t.numel() if isinstance(t, torch.Tensor) else 0)
         return out
 
-def test_memory_is_bounded_by_the_chunk(plain):
+def test_memory_is_bounded_by_the_chunk():
     """A gather of all rows x all keys, or index scores for a whole prompt at once (F15)."""
-    with Run(plain, (IDS["text200"] * 9)[:1800]) as run:
+    engine = nf.Engine.load(GOLDEN, max_batch=1, max_pages=15)         # a cache of small pools
+    with Run(engine, (IDS["text200"] * 9)[:1800]) as run:
         run.feed(*[560] * 3)
-        with Largest(plain.cache) as largest:          # the last see most, over a page's edge
+        with Largest() as largest:                     # the last see most, over a page's edge
             run.feed(60, 60)
     assert largest.size == 32 * 16 * 1024                # rows x index heads x keys of one product
 
@@ -1499,10 +1512,8 @@ def test_replay_is_exact_where_it_says_so(engine):
             logits, states = run(61, R, sizes)
             assert torch.equal(logits, whole) and torch.equal(logits, uncut[61]) == (R > 14)
             assert states == want
-    for n in (1, 7, 8):
-        assert torch.equal(run(n, 8, [n])[0], run(n, n, [n])[0])
 
-@pytest.mark.parametrize("replay, sizes, more", [
+@cases("replay, sizes, more", [
     (0, (127, 128, 136, 257), (0, 9)), (8, (127, 128, 136, 257), (0, 9)), (32, (2048,), (37,)),
     LONG(0, (*range(126, 139), *range(255, 259)), (0, 1, 9)), LONG(32, range(126, 290), (0, 1))])
 def test_reuse_at_every_edge(replay, sizes, more, engine, monkeypatch):
@@ -1526,19 +1537,17 @@ def test_reuse_at_every_edge(replay, sizes, more, engine, monkeypatch):
             seen.append((out.ids, [*drafts]))
         assert seen[0] == seen[1] and (out.stats["cached"], sum(rows)) == (known, a + b - known)
 
-@pytest.mark.parametrize("replay, n", [(0, 12), (8, 13), LONG(0, 250), LONG(8, 250)])
+@cases("replay, n", [(0, 12), (8, 13), LONG(0, 250), LONG(8, 250)])
 def test_random_sessions(replay, n, monkeypatch):
     """n sessions of some turns, side by side in too few pages, here of 16 tokens, some cancelled,
     some failing: other ids than from an empty cache, a page lost, or written while known."""
     monkeypatch.setattr(nf, "PAGE", 16)
-    load = functools.partial(nf.Engine.load, GOLDEN, deterministic=True, max_pages=12,
-                             replay=replay)
-    engine, other = load(max_batch=3, chunk=40), load(speculate=False)
+    new = functools.partial(nf.Engine.load, GOLDEN, deterministic=True, max_pages=12, replay=replay)
+    engine, other = new(max_batch=3, chunk=40), new(speculate=False)
     cache, write, pick, reused = engine.cache, nf.Pool.write, random.Random(replay), []
-    pages_of = {id(cache.global_table): cache.global_pages,
-                id(cache.window_table): cache.window_pages}
+    known = {id(cache.global_table): cache.global_pages, id(cache.window_table): cache.window_pages}
     def checked(pool, slot, i, rows):
-        if pages := pages_of.get(id(pool.table)):
+        if pages := known.get(id(pool.table)):
             used = pool.table[slot, i // pool.per_page].tolist()
             assert all(pages.users[page] == 1 and page not in pages.key for page in used)
         write(pool, slot, i, rows)
@@ -1635,10 +1644,9 @@ def test_draft_is_golden(name, engine):
             if anchor:
                 run.feed(anchor)
             run.seq.ids = IDS[name][: anchor + 1]
-            _, logits, survival = engine.draft.propose(
-                [run.seq], engine.cache, lambda seq, row, pos: path[pos - anchor])
-            drafts, *_ = engine.draft.propose(
-                [run.seq], engine.cache, lambda seq, row, pos: int(row.argmax()))
+            propose = functools.partial(engine.draft.propose, [run.seq], engine.cache)
+            _, logits, survival = propose(lambda seq, row, j: torch.tensor(path[j + 1]))
+            drafts, *_ = propose(lambda seq, row, j: row.argmax())
         assert (logits[0] - base[i] - markov[i]).abs().max() < 1e-4
         sure = raw[i].double().sigmoid().cumprod(0)
         assert (torch.tensor(survival[0]) - sure).abs().max() < 1e-5
@@ -1646,16 +1654,16 @@ def test_draft_is_golden(name, engine):
 
 def test_scripted_drafts(engine, monkeypatch):
     """Speculation is not plain decoding (F40): any number accepted, at any residue, in any byte."""
-    prompt, seen, n = IDS["text200"][:3], set(), 150
-    truth = undrafted(engine, [prompt], endless(n))[0].ids
+    prompt, seen = IDS["text200"][:3], set()
     def right(seq):
         there = [a for a in range(6) if (seq.n_cached % 8, a) not in seen] or [0, 5]
         seen.add((seq.n_cached % 8, there[-1]))
         return there[-1]
-    script(engine, monkeypatch, lambda seq: truth, right)
-    for _ in range(2):
+    for params in endless(150), endless(150, 1.0, 0.9):
+        truth = undrafted(engine, [prompt], params)[0].ids
+        script(engine, monkeypatch, lambda seq: truth, right)
         poison(engine)
-        seq = engine.submit(prompt, endless(n))
+        seq = engine.submit(prompt, params)
         with Run(engine, prompt) as plain:
             while engine.step() and not seq.finish_reason:
                 plain.seq.ids = list(seq.ids)
@@ -1665,7 +1673,7 @@ def test_scripted_drafts(engine, monkeypatch):
     assert len(seen) == 48
 
 def test_drafts_change_no_token(engine, monkeypatch):
-    """Another rule than equality with plain decoding (F41); a perfect draft is not whole (F37)."""
+    """Another rule than equality with plain decoding (F41), whatever number is drafted."""
     prompts = [IDS["rand5"], IDS["text37"], IDS["rand37"][:1]]
     params = [endless(24, *x, i) for i, x in enumerate([(0.0, 1.0), (0.3, 1.0), (1.0, 0.9)])]
     want = [o.ids for o in undrafted(engine, prompts, params)]
@@ -1673,21 +1681,16 @@ def test_drafts_change_no_token(engine, monkeypatch):
         monkeypatch.setattr(engine, "n_drafts", n)
         assert [o.ids for o in engine.generate(prompts, params)] == want
     assert [engine.generate([p], q)[0].ids for p, q in zip(prompts, params)] == want
-    monkeypatch.setattr(engine, "n_drafts", 5)
-    truths = dict(zip(map(tuple, prompts), want))
-    script(engine, monkeypatch, lambda seq: truths[tuple(seq.ids[: seq.n_prompt])], lambda _: 5)
-    for out, ids in zip(engine.generate(prompts, params), want):
-        assert out.ids == ids and out.stats["accepted"] == [1.0] * 5
     refused("speculate is 6: a block holds 5 drafts here", nf.Engine.load, GOLDEN, speculate=6)
 
 @cases("verify", ["coupled", "rejection"])
 def test_a_perfect_draft_is_accepted_whole(verify, engine, monkeypatch):
-    """The target's own logits refused: noise of another position or purpose, or other rows."""
+    """The target's own logits refused (F37): noise of another position or purpose, other rows."""
     row = functools.cache(lambda *path: engine.logits(list(path))[-1])
     def propose(seqs, cache, choose):
         path = list(seqs[0].ids)
-        for _ in range(5):
-            path.append(choose(seqs[0], row(*path), len(path)))
+        for i in range(5):
+            path.append(int(choose(seqs[0], row(*path), i)))
         logits = torch.stack([row(*path[:i]) for i in range(-5, 0)])
         return [path[-5:]], [logits], [[1.0] * 5]
     monkeypatch.setattr(engine.draft, "propose", propose)
@@ -1706,18 +1709,17 @@ def test_ends_inside_an_accepted_run(engine, monkeypatch):
             out, = engine.generate([prompt], params)
             assert (out.ids, out.finish_reason, out.stats["new"]) == (ids, end, len(ids))
             assert "".join(engine.stream(prompt, params)) == out.text
-        assert_all_free(engine)
 
 def toy_tokens(engine, p, q, params, n_drafts):
     """Three tokens of a toy chain, whose model says p [V, V] after each token and draft q."""
-    seq, rule = nf.Sequence([0], params), int(params.verify == "rejection")
+    seq, rule, t = nf.Sequence([0], params), int(params.verify == "rejection"), params.temperature
     while len(seq.new) < 3:
         last, seq.drafts, seq.proposals = seq.ids[-1], [], []
         for i in range(n_drafts):
             seq.proposals.append(q[last])
-            last = K.sample(q[last], params.temperature, 1.0, params.seed, len(seq.ids) + i, rule)
+            last = int(K.sample(q[last], t, 1.0, params.seed, len(seq.ids) + i, rule))
             seq.drafts.append(last)
-        seq.ids += engine._judge(seq, p[[seq.ids[-1], *seq.drafts]])
+        seq.ids += engine._judge([seq], [1 + n_drafts], p[[seq.ids[-1], *seq.drafts]])[0]
     return seq.new[:3]
 
 def other(p):
@@ -1778,7 +1780,7 @@ def test_training_model_is_golden(name):
     assert (sure - G[f"dspark.{name}.confidence_raw"]).abs().max() < 1e-4
 
 # -- Ranks ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("exponent", [0.5, 1.0, 1.5])
+@cases("exponent", [0.5, 1.0, 1.5])
 def test_experts_are_balanced(exponent):
     """Replicas for the wrong experts, slots packed on one rank, an expert without a slot."""
     zipf = (torch.arange(64) * 37 % 64 + 1.0) ** -exponent
@@ -1802,7 +1804,7 @@ def test_a_lost_rank_ends_all():
     assert first.wait(60) == 2
     assert first.stderr.read() == "nanoflash: rank 0: lost another rank, which has ended or hangs\n"
 
-@pytest.mark.parametrize("n, model, reason", [
+@cases("n, model, reason", [
     (3, "docs/tiny", "8 experts and 0 redundant ones do not fit 3 ranks"),
     (2, "docs/$([ $RANK = 0 ] && echo golden || echo tiny)", "checkpoints or settings differ")])
 def test_ranks_that_do_not_fit_are_refused(n, model, reason):
@@ -1870,13 +1872,14 @@ FORMULAS = [     # what is wrong, right source (once in the two files), wrong so
     ("no ReLU", "s.relu() * w", "s * w"), ("no sink", " + torch.exp(sink[:, None] - top))", ")"),
     ("query normed per head", "q = rope(x[:, :n_q].unflatten(1, (H, -1)),",
      "q = rope(rms_norm(x[:, :n_q].unflatten(1, (H, -1)), torch.ones(1), 0),"),
-    ("own pre", "zip(mix[0].unb",
-     "zip((hc_mix(h, *site, 1e-20, 1e-6, 20)[0] if site else mix[0]).unb"),
-    ("comb transposed", "comb[:, j, :, None] * h", "comb[:, :, j, None] * h"),
+    ("own pre", "(mix[0][:, :, None] * h",
+     "((hc_mix(h, *site, 1e-20, 1e-6, 20)[0] if site else mix[0])[:, :, None] * h"),
+    ("comb transposed", "(comb[..., None] * h", "(comb.mT[..., None] * h"),
     ("19 Sinkhorn rounds", "range(2 * iters - 1):", "range(2 * iters - 3):"),
     ("bias weighs", "w = s.gather(1, experts)", "w = (s + bias).gather(1, experts)"),
     ("routing weight twice", "place, None] * sw", "place, None] ** 2 * sw"),
-    ("swapped nibbles", "E2M1[byte & 15], E2M1[byte >> 4]", "E2M1[byte >> 4], E2M1[byte & 15]"),
+    ("swapped nibbles", "E2M1.repeat(16), E2M1.repeat_interleave(16)",
+     "E2M1.repeat_interleave(16), E2M1.repeat(16)"),
     ("scale rounds down", " + (bits & 0x7FFFFF != 0)", ""),
     ("gates ignored", "(a * first[:, 0] + b * second[:, 0]) / (a + b)",
      "(first[:, 0] + second[:, 0]) / 2"),
@@ -1960,6 +1963,7 @@ def test_a_wrong_document_is_found(tmp_path):
     for text, wrong in {
             "[`y`](x.py#L1-L2)": "in lines 1 to 1", "[`z`](x.py#L1-L1)": "has no z",
             "```python\nprint(2)\n```\n```\n3\n```\n": "prints\n2", "`python x`": "in no console",
+            "`test_y`": "is no test_y",
             "```console\n$ false\n```\n": "ended with 1", "```\npython x.py\n```\n": "not run",
             "![](black.svg)": "hard to see", "[x](y.md)": "is not there"}.items():
         (tmp_path / "a.md").write_text(text)
@@ -1984,7 +1988,6 @@ def test_command_line(engine, tmp_path, capsys):
     ("--prompt Hi --chat --model docs/golden", "no chat marks"),
     ("--prompt Hi --model no/folder", "no config.json at"), ("--max-tokens 5", "--prompt (or --"),
     ("--prompt Hi --drafts many", "argument --drafts"), ("--prompt Hi --drafts 6", "holds 5 dr"),
-    ("--prompt Hi --temperature -1", "temperature is -1.0"), ("--plan --ranks 5", "--ranks 5 does"),
     ("--prompt Hi --max-tokens 5000", "exceed the context of 4096"),
     ("--prompt Hi --think", "--think goes with --chat"), ("--plan --ranks 0", "--ranks 0 does not"),
     ("--prompt Hi --model README.md", "README.md is a file: a checkpoint is a local folder")])

@@ -63,7 +63,7 @@ def hook():
     model, ids = engine.model, engine.prompt.raw("And God said, Let there be light: and there was")
 
     def lens(plan, streams, batch):
-        p = model.logits(streams[-1:].mean(1), model.norm)[0].softmax(-1).topk(3)
+        p = model.head(streams[-1:].mean(1))[0].softmax(-1).topk(3)
         best = (f"{engine.prompt.bytes(i).decode()!r} {x:.2f}" for x, i in zip(*map(list, p)))
         print(f"{plan.index} {plan.mode:8}", *best)
     model.hook = lens

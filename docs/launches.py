@@ -102,14 +102,14 @@ def launched(model, draft, n, T, execute):
         model(batch, cache, [T])
         if draft:
             draft.commit(batch, [T], cache)
-            draft.propose([seq], cache, lambda *_: 7)
+            draft.propose([seq], cache, lambda seq, row, j: row.argmax())
     return log
 
 @functools.cache
 def released():
     """Config, and {(shared memory, T, n): what a GPU would be told} of the released model."""
     c, out = nf.Config.load(GOLDEN / "config_released.json"), {}
-    w = nf.Weights(Fake(c, "meta"), "meta", torch.bfloat16, None, False, 1e-20, True, 512,
+    w = nf.Weights(Fake(c, "meta"), "meta", torch.bfloat16, None, False, 1e-20, True,
                    nf.Ranks())
     sums, like = iter(c.engram_num_embeddings), partial(torch.empty, device="meta")
     with mock.patch.multiple(torch, stack=lambda x: x[0].new_empty(len(x), *x[0].shape),
@@ -189,7 +189,7 @@ def count_bytes(T):
         o_groups=2, index_n_heads=4, sliding_window=100, index_topk=80, candidate_topk_blocks=24)
     c = nf.Config.read(raw)
     model = nf.Transformer(c, nf.Weights(Fake(c, "cpu"), "cpu", torch.float32, None, False, 1e-20,
-                                         True, 16, nf.Ranks()))
+                                         True, nf.Ranks()))
     model.blocks = model.blocks[5:7]            # a full candidate source, and its reader
     with mock.patch.object(builder, "create_masked_load", load):
         launched(model, None, 300, T, check)

@@ -76,7 +76,8 @@ def held(engine):
               *(b.ffn for b in blocks), *(b.engram for b in blocks if b.engram)]
     parts = [x for owner in owners for x in vars(owner).values()]
     parts += [x for b in blocks for x in b.ffn.up + b.ffn.down]
-    return sum(x.held.nbytes for x in parts if isinstance(x, nf.Linear))
+    sizes = {id(x.held): x.held.nbytes for x in parts if isinstance(x, nf.Linear)}     # one head
+    return sum(sizes.values())
 
 def results(folder):
     """{what: ids or logits} of one group of ranks."""

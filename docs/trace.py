@@ -55,6 +55,7 @@ class Trace:
         self.engine, self.file, self.c = engine, file, engine.cfg
         self.seen, self.layers, self.step = None, {}, 0
         self.expert, self.other = weight_bytes(self.c)
+        engine.model.graphs = None                       # a graph calls no layer
         for i, block in enumerate(engine.model.blocks):
             engine.model.blocks[i] = Layer(block, self)
         K.router = self.watched(K.router, lambda chosen, weight: {
