@@ -876,7 +876,7 @@ class MoE:
         self.c, self.w, self.k, self.norm, self.prefix = c, weights, k, norm, prefix
         self.gate = Linear(prefix + "gate", weights, norm)
         self.bias = weights.vector(prefix + "gate.bias")
-        self.tickets = torch.zeros(2**15, dtype=torch.int32, device=weights.device)    # ample
+        self.tickets = torch.zeros(2**15, dtype=torch.int32, device=weights.device)   # 16 rows
         self.loads = torch.zeros(n_experts, dtype=torch.int64, device=weights.device)
         self.place([1] * n_experts)
 
